@@ -1,0 +1,69 @@
+# The commands of this project. Each installs what is missing (Debian packages, a Python environment in .venv), builds what
+# it needs and ends on its own.
+#   make demo       serve a real model's pruned layers, multiply, check, show
+#   make test       build everything and run every test that needs no GPU
+#   make bench      CPU benchmarks beside OpenBLAS, into bench-results/
+#   make bench-gpu  the same on a GPU beside cuBLASLt
+#   make asan tsan  the tests under sanitizers
+#   make lint       clang-format, clang-tidy, buf, ruff, mypy, shellcheck
+#   make fuzz       every fuzzer for a few seconds from its kept corpus
+#   make dist       a relocatable tarball in dist/
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+
+CMAKE_ARGS ?=
+CTEST_ARGS ?=
+JOBS ?= $(shell nproc)
+VENV := .venv/bin
+
+.PHONY: setup build demo test bench bench-gpu asan tsan lint format fuzz dist clean
+
+setup:
+	@scripts/setup.sh
+
+build: setup
+	@cmake --preset release $(CMAKE_ARGS) >build-configure.log 2>&1 || { cat build-configure.log; exit 1; }
+	@rm -f build-configure.log
+	@cmake --build build -j $(JOBS)
+
+demo: build
+	@scripts/demo.sh
+
+test: build
+	@ctest --test-dir build --output-on-failure -LE gpu -j $(JOBS) $(CTEST_ARGS)
+	@$(VENV)/python -m pytest -q tests/python
+
+bench: build
+	@scripts/bench_cpu.sh
+
+bench-gpu: build
+	@scripts/bench_gpu.sh
+
+asan: setup
+	@cmake --preset asan $(CMAKE_ARGS) >/dev/null
+	@cmake --build build/asan -j $(JOBS)
+	@ctest --test-dir build/asan --output-on-failure $(CTEST_ARGS)
+
+# gRPC and protobuf are not instrumented, so only tests that do not link them can be believed.
+tsan: setup
+	@cmake --preset tsan $(CMAKE_ARGS) >/dev/null
+	@cmake --build build/tsan -j $(JOBS)
+	@ctest --test-dir build/tsan --output-on-failure -L core $(CTEST_ARGS)
+
+lint: build
+	@scripts/setup.sh --dev
+	@scripts/lint.sh
+
+format:
+	@git ls-files -z -- '*.h' '*.cc' '*.cu' '*.cuh' '*.proto' ':!proto/google' | xargs -0 clang-format -i
+
+fuzz: setup
+	@scripts/fuzz.sh
+
+dist: build
+	@scripts/dist.sh
+
+clean:
+	@rm -rf build dist bench-results

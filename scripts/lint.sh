@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Everything a reviewer should not have to say. Needs a configured build/ for compile_commands.json.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+status=0
+step() {
+  local name=$1
+  shift
+  if "$@"; then echo "lint: $name ok"; else echo "lint: $name FAILED"; status=1; fi
+}
+mapfile -t cxx < <(git ls-files -- '*.h' '*.cc' '*.cu' '*.cuh' '*.proto' ':!proto/google' ':!proto/grpc' ':!proto/inference')
+mapfile -t shell < <(git ls-files -- '*.sh' .ci/run)
+mapfile -t sources < <(git ls-files -- 'kernels/*.cc' 'server/*.cc' 'client/*.cc')
+
+step clang-format clang-format --dry-run -Werror "${cxx[@]}"
+step buf .venv/bin/buf lint proto
+step shellcheck shellcheck "${shell[@]}"
+step ruff .venv/bin/ruff check client/python tests/python scripts
+step mypy .venv/bin/mypy --strict client/python/src
+if [ "${LINT_TIDY:-1}" = 1 ]; then
+  tidy() { printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -n 4 clang-tidy -p build --quiet; }
+  step clang-tidy tidy
+fi
+exit "$status"

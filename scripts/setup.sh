@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Installs what the build, the tests and the demo need and this machine lacks: Debian packages (scripts/apt-packages.txt) and
+# a Python virtual environment in .venv (scripts/requirements.txt). Quick when nothing is missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+packages=$(cat scripts/apt-packages.txt)
+missing=()
+for package in $packages; do
+  dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q '^install ok installed$' || missing+=("$package")
+done
+if [ "${#missing[@]}" -gt 0 ]; then
+  echo "setup: installing ${missing[*]}"
+  sudo=()
+  if [ "$(id -u)" -ne 0 ]; then
+    command -v sudo >/dev/null || { echo "setup: not root and no sudo; as root run: apt-get install ${missing[*]}" >&2; exit 1; }
+    sudo=(sudo)
+  fi
+  "${sudo[@]}" apt-get update -qq
+  "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+requirements=(scripts/requirements.txt)
+[ "${1:-}" = "--dev" ] && requirements+=(scripts/requirements-dev.txt)
+stamp=".venv/.installed-$(cat "${requirements[@]}" | sha256sum | cut -c1-16)"
+if [ ! -e "$stamp" ]; then
+  echo "setup: creating .venv"
+  [ -x .venv/bin/python ] || "${PYTHON:-/usr/bin/python3}" -m venv .venv
+  args=()
+  for file in "${requirements[@]}"; do args+=(-r "$file"); done
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check "${args[@]}"
+  touch "$stamp"
+fi
