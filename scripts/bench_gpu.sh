@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# `make bench-gpu`: every GPU operation beside cuBLASLt in one process, turn by turn. CSV goes to bench-results/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if ! nvidia-smi -L >/dev/null 2>&1; then
+  echo "bench-gpu: no usable NVIDIA GPU on this machine (nvidia-smi -L fails)" >&2
+  exit 1
+fi
+out=bench-results
+mkdir -p "$out"
+shapes=${SHAPES:-4096x4096,11008x4096,4096x11008,5120x5120,13824x5120,5120x13824,7168x7168,28672x7168,7168x28672,9216x9216,36864x9216,9216x36864,65536x16384}
+bench=build/bin/spmm_bench
+"$bench" --backend=cuda --op=spmm --dtype=fp16 --shapes="$shapes" --sparsity=0.5,0.6,0.7 --tokens=2,4,8,16,32,64 --csv="$out/gpu-spmm.csv" --markdown="$out/gpu-spmm.md"
+echo "bench-gpu: $out/gpu-spmm.csv $out/gpu-spmm.md"
