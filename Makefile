@@ -59,7 +59,8 @@ lint: build
 format:
 	@git ls-files -z -- '*.h' '*.cc' '*.cu' '*.cuh' '*.proto' ':!proto/google' | xargs -0 clang-format -i
 
-fuzz: setup
+fuzz:
+	@scripts/setup.sh --dev
 	@scripts/fuzz.sh
 
 dist: build

@@ -2,7 +2,7 @@
 # `make bench`: every CPU operation beside OpenBLAS in one process, turn by turn. CSV and Markdown go to bench-results/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=bench-results
+out="bench-results"
 mkdir -p "$out"
 shapes=${SHAPES:-4096x4096,11008x4096}
 bench=build/bin/spmm_bench

@@ -6,7 +6,7 @@ if ! nvidia-smi -L >/dev/null 2>&1; then
   echo "bench-gpu: no usable NVIDIA GPU on this machine (nvidia-smi -L fails)" >&2
   exit 1
 fi
-out=bench-results
+out="bench-results"
 mkdir -p "$out"
 shapes=${SHAPES:-4096x4096,11008x4096,4096x11008,5120x5120,13824x5120,5120x13824,7168x7168,28672x7168,7168x28672,9216x9216,36864x9216,9216x36864,65536x16384}
 bench=build/bin/spmm_bench

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything a reviewer should not have to say. Needs a configured build/ for compile_commands.json.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 status=0
 step() {
   local name=$1
@@ -18,7 +18,6 @@ step shellcheck shellcheck "${shell[@]}"
 step ruff .venv/bin/ruff check client/python tests/python scripts
 step mypy .venv/bin/mypy --strict client/python/src
 if [ "${LINT_TIDY:-1}" = 1 ]; then
-  tidy() { printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -n 4 clang-tidy -p build --quiet; }
-  step clang-tidy tidy
+  step clang-tidy xargs -a <(printf '%s\n' "${sources[@]}") -P "$(nproc)" -n 4 clang-tidy -p build --quiet
 fi
 exit "$status"

@@ -4,9 +4,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-packages=$(cat scripts/apt-packages.txt)
+# --dev adds the linters and clang with its fuzzing runtime.
+package_lists=(scripts/apt-packages.txt)
+requirements=(scripts/requirements.txt)
+if [ "${1:-}" = "--dev" ]; then
+  package_lists+=(scripts/apt-packages-dev.txt)
+  requirements+=(scripts/requirements-dev.txt)
+fi
+
+mapfile -t packages < <(cat "${package_lists[@]}")
 missing=()
-for package in $packages; do
+for package in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q '^install ok installed$' || missing+=("$package")
 done
 if [ "${#missing[@]}" -gt 0 ]; then
@@ -20,8 +28,6 @@ if [ "${#missing[@]}" -gt 0 ]; then
   "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 fi
 
-requirements=(scripts/requirements.txt)
-[ "${1:-}" = "--dev" ] && requirements+=(scripts/requirements-dev.txt)
 stamp=".venv/.installed-$(cat "${requirements[@]}" | sha256sum | cut -c1-16)"
 if [ ! -e "$stamp" ]; then
   echo "setup: creating .venv"
