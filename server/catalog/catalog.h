@@ -1,0 +1,140 @@
+// What is served: layers by name and version, and how they come to be.
+//
+// A registration is an Upload: Begin() checks the spec completely and sets memory aside, Append() takes content,
+// Finish() verifies, prunes, packs, loads and publishes. Destroying an Upload that has not finished leaves nothing
+// behind. Content that is already here (same hash, same packing options, under any name), or on its way in another
+// registration that named the same hash, is neither uploaded nor packed again.
+//
+// Thread-safe. Find() is the hot path: a reader lock and one hash lookup.
+#ifndef SPMMD_SERVER_CATALOG_CATALOG_H_
+#define SPMMD_SERVER_CATALOG_CATALOG_H_
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "server/catalog/layer.h"
+#include "server/device/device.h"
+#include "server/metrics/metrics.h"
+#include "server/pb.h"
+#include "spmm/v1/layer_catalog.pb.h"
+
+namespace spmmd::server {
+
+class Upload;
+
+class LayerCatalog {
+ public:
+  struct Options {
+    // Root of file sources; empty refuses them (FAILED_PRECONDITION).
+    std::string model_repository;
+    // Host memory for all registrations in progress together; 0 takes half of the physical memory.
+    uint64_t upload_limit_bytes = 0;
+    // Largest ContentChunk.data.
+    uint64_t max_chunk_bytes = uint64_t{4} * 1024 * 1024;
+  };
+
+  // At least one device. Devices and metrics must outlive the catalog; every Upload must be gone before it.
+  LayerCatalog(Options options, std::vector<Device*> devices, Metrics* metrics);
+  ~LayerCatalog();
+  LayerCatalog(const LayerCatalog&) = delete;
+  LayerCatalog& operator=(const LayerCatalog&) = delete;
+
+  // Starts a registration. Field paths in errors start with "spec.". Does not block and allocates nothing before every
+  // check has passed. A file source is opened and its header read here.
+  absl::StatusOr<std::shared_ptr<Upload>> Begin(const pb::LayerSpec& spec);
+
+  // A lease: the layer stays in memory as long as it is held. Version 0 is the newest. NOT_FOUND naming the layer.
+  absl::StatusOr<std::shared_ptr<const ServedLayer>> Find(absl::string_view name, int64_t version) const;
+  // Changes whenever Find() could answer differently.
+  uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
+
+  absl::Status List(const pb::ListLayersRequest& request, pb::ListLayersResponse* response) const;
+  absl::Status Get(const pb::GetLayerRequest& request, pb::GetLayerResponse* response) const;
+  // Removes the layer from view at once, then blocks until the requests in flight on it have ended and its memory is
+  // free.
+  absl::Status Unregister(const pb::UnregisterLayerRequest& request, pb::UnregisterLayerResponse* response);
+  absl::Status Pin(const pb::PinLayerRequest& request, pb::PinLayerResponse* response);
+
+  const std::vector<Device*>& devices() const { return devices_; }
+  const Options& options() const { return options_; }
+
+ private:
+  friend class Upload;
+  struct Conversion;  // one content on its way from bytes to LayerContent
+
+  using Versions = std::map<int64_t, std::shared_ptr<const ServedLayer>, std::greater<>>;  // newest first
+
+  // Makes the layer visible. An identical newest version of the same name is returned instead of a new one.
+  std::shared_ptr<const ServedLayer> Publish(const pb::LayerSpec& spec, std::shared_ptr<const LayerContent> content,
+                                             absl::Time created);
+
+  const Options options_;
+  const std::vector<Device*> devices_;
+  Metrics* const metrics_;
+  MemoryBudget host_budget_;
+  std::atomic<uint64_t> generation_{1};
+
+  mutable absl::Mutex mutex_;
+  absl::flat_hash_map<std::string, Versions> layers_ ABSL_GUARDED_BY(mutex_);
+  // Conversions by content key; entries go away with their last user.
+  absl::flat_hash_map<std::string, std::weak_ptr<Conversion>> conversions_ ABSL_GUARDED_BY(mutex_);
+};
+
+// One registration in progress. Append and Finish must not be called concurrently; received_bytes() and state() may be
+// called from any thread.
+class Upload {
+ public:
+  ~Upload();  // aborts what has not finished
+  Upload(const Upload&) = delete;
+  Upload& operator=(const Upload&) = delete;
+
+  // The event to send first.
+  const pb::RegisterAccepted& accepted() const { return accepted_; }
+
+  // Takes the next bytes of a part. INVALID_ARGUMENT ("chunk.part", "chunk.offset", "chunk.data") for an unexpected
+  // part, an offset other than the bytes received so far, bytes past the end, a chunk above the limit, or content that
+  // is not needed.
+  absl::Status Append(const pb::ContentChunk& chunk);
+
+  // All content is here: verifies and converts it, and publishes the layer. Blocks for as long as packing takes (or as
+  // the registration that brings the same content takes); call it off the network threads. INVALID_ARGUMENT (incomplete
+  // or bad content), DATA_LOSS (hash), RESOURCE_EXHAUSTED, ABORTED with CONTENT_SOURCE_LOST (the registration that was
+  // bringing the content failed: try again).
+  absl::StatusOr<pb::Layer> Finish();
+  // Makes a Finish() that waits for another registration return CANCELLED. From any thread.
+  void Cancel();
+
+  uint64_t received_bytes() const { return received_.load(std::memory_order_relaxed); }
+  pb::LayerState state() const { return state_.load(std::memory_order_relaxed); }
+
+ private:
+  friend class LayerCatalog;
+  struct Content;
+
+  Upload(LayerCatalog* catalog, pb::LayerSpec spec);
+  void SetState(pb::LayerState state);
+
+  LayerCatalog* const catalog_;
+  pb::LayerSpec spec_;  // normalised: shape, types and encoding filled in
+  pb::RegisterAccepted accepted_;
+  const absl::Time created_;
+  std::unique_ptr<Content> content_;                      // null when the content is not needed
+  std::shared_ptr<LayerCatalog::Conversion> conversion_;  // joined or led
+  std::atomic<uint64_t> received_{0};
+  std::atomic<pb::LayerState> state_{pb::LAYER_STATE_UNSPECIFIED};
+  std::atomic<bool> cancelled_{false};
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_CATALOG_CATALOG_H_

@@ -1,0 +1,87 @@
+// A registered layer: a name and a version over content that is resident on devices. Immutable once it is served.
+#ifndef SPMMD_SERVER_CATALOG_LAYER_H_
+#define SPMMD_SERVER_CATALOG_LAYER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "server/device/device.h"
+#include "server/pb.h"
+#include "spmm/v1/layer_catalog.pb.h"
+
+namespace spmmd::server {
+
+// Packed weights on their devices. Shared by every layer that was registered with the same content and packing options.
+struct LayerContent {
+  struct Copy {
+    Device* device = nullptr;
+    int64_t row_begin = 0;
+    int64_t row_end = 0;
+    std::unique_ptr<ResidentLayer> resident;
+  };
+
+  int64_t m = 0;
+  int64_t k = 0;
+  int64_t nnz = 0;
+  DType dtype = DType::kF16;
+  Format format = Format::kDense;
+  std::string format_reason;
+  bool has_bias = false;
+  std::vector<pb::LayerSection> sections;
+  uint64_t bytes = 0;  // sum of the sections
+  std::string xxh3;    // 32 hex digits
+  double pack_seconds = 0;
+  std::vector<Copy> copies;
+
+  // The copy on a device, or null.
+  const ResidentLayer* On(const Device* device) const;
+};
+
+class ServedLayer {
+ public:
+  // `spec` as normalised by the catalog.
+  ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared_ptr<const LayerContent> content,
+              absl::Time created);
+  // Frees the content when this was its last user, then tells WaitUntilFreed.
+  ~ServedLayer();
+  ServedLayer(const ServedLayer&) = delete;
+  ServedLayer& operator=(const ServedLayer&) = delete;
+
+  const std::string& name() const { return name_; }
+  int64_t version() const { return version_; }
+  const LayerContent& content() const { return *content_; }
+  const std::optional<float>& activation_threshold() const { return activation_threshold_; }
+  bool pinned() const { return pinned_.load(std::memory_order_relaxed); }
+  void set_pinned(bool pinned) const { pinned_.store(pinned, std::memory_order_relaxed); }
+  // Replaces the measured table.
+  void SetSpeeds(std::vector<pb::LayerSpeed> speeds) const;
+  // The message; `full` adds sections and speeds.
+  void Describe(bool full, pb::Layer* out) const;
+  // Notified at the end of the destructor.
+  const std::shared_ptr<absl::Notification>& freed() const { return freed_; }
+
+ private:
+  const std::string name_;
+  const int64_t version_;
+  const pb::Placement placement_;
+  const std::optional<float> activation_threshold_;
+  const absl::Time created_;
+  std::shared_ptr<const LayerContent> content_;
+  mutable std::atomic<bool> pinned_;
+  mutable absl::Mutex mutex_;
+  mutable std::vector<pb::LayerSpeed> speeds_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<absl::Notification> freed_;
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_CATALOG_LAYER_H_

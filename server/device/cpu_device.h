@@ -1,0 +1,42 @@
+// The CPU as a device: layers stay in host memory, kernels come from kernels/cpu.
+#ifndef SPMMD_SERVER_DEVICE_CPU_DEVICE_H_
+#define SPMMD_SERVER_DEVICE_CPU_DEVICE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "kernels/base/buffer.h"
+#include "kernels/base/thread_pool.h"
+#include "server/device/device.h"
+
+namespace spmmd::server {
+
+class CpuDevice : public Device {
+ public:
+  // `metrics` must outlive the device. Kernels run on `pool`, the process-wide one by default.
+  CpuDevice(const DeviceOptions& options, Metrics* metrics, ThreadPool* pool = nullptr);
+  ~CpuDevice() override;
+
+  bool CanExecute(Format format) const override;
+  FormatChoice ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const override;
+  uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const override;
+  absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
+                                                      MemoryBudget::Reservation weights) override;
+
+ protected:
+  absl::Status Run(Job& job) override;
+
+ private:
+  class Arena;
+  class Runner;
+
+  ThreadPool& pool_;
+  std::unique_ptr<Arena> arena_;  // used by the one running job only
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_DEVICE_CPU_DEVICE_H_

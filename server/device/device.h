@@ -1,0 +1,121 @@
+// A device: a memory with a budget, resident layers in it, and an executor that runs programs over them, one at a time.
+#ifndef SPMMD_SERVER_DEVICE_DEVICE_H_
+#define SPMMD_SERVER_DEVICE_DEVICE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/format/packed_layer.h"
+#include "server/device/executor.h"
+#include "server/device/memory_budget.h"
+#include "server/engine/plan.h"
+#include "server/metrics/metrics.h"
+#include "server/pb.h"
+#include "spmm/v1/sparse_matmul.pb.h"
+
+namespace spmmd::server {
+
+// A packed layer (or its shard) in a device's memory, with its bias. Freed, and its bytes given back, on destruction.
+class ResidentLayer {
+ public:
+  virtual ~ResidentLayer() = default;
+  ResidentLayer(const ResidentLayer&) = delete;
+  ResidentLayer& operator=(const ResidentLayer&) = delete;
+
+  int64_t m() const { return m_; }
+  int64_t k() const { return k_; }
+  int64_t nnz() const { return nnz_; }
+  Format format() const { return format_; }
+  // Held in the device's memory, bias included.
+  uint64_t bytes() const { return weights_.bytes(); }
+
+ protected:
+  ResidentLayer(const PackedLayer& packed, MemoryBudget::Reservation weights)
+      : m_(packed.m), k_(packed.k), nnz_(packed.nnz), format_(packed.format), weights_(std::move(weights)) {}
+
+ private:
+  int64_t m_;
+  int64_t k_;
+  int64_t nnz_;
+  Format format_;
+  MemoryBudget::Reservation weights_;
+};
+
+// The result of AUTO.
+struct FormatChoice {
+  Format format = Format::kDense;
+  std::string reason;  // one sentence, for Layer.format_reason
+};
+
+struct DeviceOptions {
+  // What layers, workspaces and staging may take; 0 takes a default share (90 %) of the physical memory.
+  uint64_t memory_limit_bytes = 0;
+  Executor::Options queue;
+  // Measure read bandwidth at start (about 50 ms).
+  bool measure_bandwidth = true;
+};
+
+class Device {
+ public:
+  virtual ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  const std::string& id() const { return id_; }  // "cpu:0"
+  MemoryBudget& budget() { return budget_; }
+  Executor& executor() { return *executor_; }
+  virtual bool healthy() const { return true; }
+  // Everything DeviceInfo answers.
+  void Describe(pb::Device* out) const;
+
+  // Formats.
+  virtual bool CanExecute(Format format) const = 0;
+  // AUTO for a matrix of this type, shape and density.
+  virtual FormatChoice ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const = 0;
+  // Upper bound of the device bytes that a layer takes, when it has at most `max_nnz` nonzeros; without a bias.
+  virtual uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const = 0;
+
+  // Makes a validated packed layer resident. `bias` is empty or has M values; `weights` has at least the bytes needed
+  // and is shrunk to the bytes taken. The packed host bytes are consumed or copied, as the device needs.
+  virtual absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
+                                                              MemoryBudget::Reservation weights) = 0;
+
+ protected:
+  Device(std::string id, std::string backend, DeviceOptions options, uint64_t physical_memory, Metrics* metrics);
+
+  // Executes one job on this device, alone. Called by the executor; returns the job's status and sets its kernel_time.
+  virtual absl::Status Run(Job& job) = 0;
+
+  // A derived class calls these at the end of its constructor and at the start of its destructor: the executor and the
+  // scrape call virtual functions.
+  void Start();
+  void Shutdown();
+
+  Metrics* metrics() const { return metrics_; }
+  void set_measured_bandwidth(double bytes_per_second) { measured_bandwidth_ = bytes_per_second; }
+  double measured_bandwidth() const { return measured_bandwidth_; }
+
+  // For Describe().
+  std::string name_;
+  std::string architecture_;
+  std::string uuid_;
+
+ private:
+  const std::string id_;
+  const std::string backend_;
+  const DeviceOptions options_;
+  const uint64_t physical_memory_;
+  Metrics* const metrics_;
+  MemoryBudget budget_;
+  double measured_bandwidth_ = 0;
+  std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_DEVICE_DEVICE_H_

@@ -1,0 +1,83 @@
+// From an ExecuteRequest to an ExecuteResponse: plan, check inputs, run on a device.
+#ifndef SPMMD_SERVER_ENGINE_ENGINE_H_
+#define SPMMD_SERVER_ENGINE_ENGINE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/catalog/catalog.h"
+#include "server/engine/plan.h"
+#include "server/metrics/metrics.h"
+#include "server/pb.h"
+#include "spmm/v1/layer_catalog.pb.h"
+#include "spmm/v1/sparse_matmul.pb.h"
+
+namespace spmmd::server {
+
+class Engine {
+ public:
+  struct Options {
+    int64_t max_tokens = 65536;                     // N of one request
+    uint64_t max_output_bytes = uint64_t{1} << 30;  // of all outputs of one request
+    int64_t max_programs = 10000;                   // registered at a time
+  };
+
+  // Handle of one Execute, for Cancel only. Null when it has ended already.
+  using Call = std::shared_ptr<Job>;
+
+  // Everything must outlive the engine.
+  Engine(Options options, LayerCatalog* catalog, Metrics* metrics);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Runs one request. `done` is called exactly once: on this thread before Execute returns (error, or run inline), or
+  // later on a device's thread; it must not block. `request` and `response` must stay alive and untouched until then;
+  // the response is complete when done is called with OK and unspecified otherwise.
+  Call Execute(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, absl::Time deadline,
+               absl::AnyInvocable<void(absl::Status)> done);
+  // Ends the call soon with CANCELLED, or DEADLINE_EXCEEDED when its deadline has passed: at once when it waits, before
+  // its next launch when it runs. Harmless on one that has ended, and on null.
+  void Cancel(const Call& call);
+
+  absl::Status RegisterProgram(const pb::RegisterProgramRequest& request, pb::RegisterProgramResponse* response);
+  absl::Status UnregisterProgram(const pb::UnregisterProgramRequest& request);
+
+  // Blocks: run these off the network threads.
+  absl::Status Benchmark(const pb::BenchmarkRequest& request, pb::BenchmarkResponse* response);
+  absl::Status Warm(const pb::WarmLayerRequest& request, pb::WarmLayerResponse* response);
+
+  void DescribeDevices(pb::DeviceInfoResponse* response) const;
+  // Formats and the engine's share of the limits (max_tokens, max_queue_depth, max_queue_bytes, max_batch_tokens); the
+  // caller fills in the rest.
+  void DescribeServer(pb::ServerInfoResponse* response) const;
+  // Waits until no request waits or runs on any device.
+  void Drain();
+
+  const Options& options() const { return options_; }
+
+ private:
+  struct RegisteredProgram;
+
+  // The plan of a registered program, planned anew when the catalog has changed since. PROGRAM_NOT_FOUND.
+  absl::StatusOr<std::shared_ptr<const Plan>> PlanOf(const std::string& program_id);
+
+  const Options options_;
+  LayerCatalog* const catalog_;
+  Metrics* const metrics_;
+
+  absl::Mutex mutex_;
+  absl::flat_hash_map<std::string, std::shared_ptr<RegisteredProgram>> programs_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_ENGINE_ENGINE_H_

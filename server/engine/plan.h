@@ -1,0 +1,96 @@
+// A checked program in the form that devices execute, and one run of it. Names, protos and the catalog are already gone
+// here: values are numbered, inputs first, then one for each step.
+#ifndef SPMMD_SERVER_ENGINE_PLAN_H_
+#define SPMMD_SERVER_ENGINE_PLAN_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "kernels/cpu/matmul.h"
+#include "kernels/format/dense.h"
+
+namespace spmmd::server {
+
+class Device;
+class ResidentLayer;
+class ServedLayer;
+
+struct PlanStep {
+  enum class Op : uint8_t { kMatmul, kAdd, kMul };
+  Op op = Op::kMatmul;
+  int left = 0;    // value read
+  int right = -1;  // second operand of kAdd and kMul
+  int layer = -1;  // index into Plan::layers, kMatmul only
+  Activation activation = Activation::kNone;
+  bool use_bias = false;                      // kMatmul of a layer that has one
+  std::optional<float> activation_threshold;  // kMatmul: |x| <= this counts as zero
+  int last_use = -1;                          // last step that reads this step's value; -1: none
+};
+
+struct PlanOutput {
+  int step = 0;
+  DType dtype = DType::kF32;
+};
+
+// Immutable once planned; shared by all its runs. Holds no lease: a plan kept for later (a registered program) must not
+// keep an unregistered layer in memory.
+struct Plan {
+  std::vector<std::string> input_names;
+  std::vector<int64_t> input_cols;     // columns each input must have; -1 when no step reads it
+  std::vector<bool> input_dense_only;  // read by an element-wise step
+  std::vector<std::string> step_names;
+  std::vector<PlanStep> steps;
+  std::vector<int64_t> step_cols;  // columns of each step's value; -1 when the inputs decide (element-wise over inputs)
+  std::vector<PlanOutput> outputs;
+  std::vector<std::weak_ptr<const ServedLayer>> layers;  // distinct
+  Device* device = nullptr;  // where all layers are; programs without a matmul run on the first device
+};
+
+// Rows of activations given by their nonzeros; validated, see SparseTensor.
+struct SparseRows {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  std::vector<uint64_t> offsets;        // rows + 1
+  absl::Span<const uint32_t> indices;   // into the request, or into `owned_indices`
+  std::vector<uint32_t> owned_indices;  // only when the request's bytes are misaligned
+  std::vector<float> values;            // widened
+};
+
+// The value of one program input.
+struct InputValue {
+  DenseView dense;  // when !sparse
+  std::optional<SparseRows> sparse;
+};
+
+// One run of a plan: what a device's queue holds. All memory that it points to (request, response) outlives `done`.
+struct Job {
+  std::shared_ptr<const Plan> plan;
+  std::vector<std::shared_ptr<const ServedLayer>> leases;  // keep the layers in memory until the run has ended
+  std::vector<const ResidentLayer*> layers;                // by Plan::layers index, on the plan's device
+  int64_t rows = 0;                                        // N
+  std::vector<InputValue> inputs;                          // by Plan::input_names index
+  std::vector<MutableDenseView> outputs;                   // by Plan::outputs index
+  uint64_t bytes = 0;                                      // of inputs and outputs, for admission
+  absl::Time deadline = absl::InfiniteFuture();
+  // Called exactly once, on the submitting thread, on the device's executor thread or on the thread that cancels.
+  absl::AnyInvocable<void(absl::Status)> done;
+
+  // Filled in by the device.
+  absl::Duration queue_time;
+  absl::Duration kernel_time;
+  // Set by Device::Cancel; looked at before each launch.
+  std::atomic<bool> cancelled{false};
+  absl::Time submitted;
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_ENGINE_PLAN_H_

@@ -1,0 +1,32 @@
+// The planner: checks a Program against the catalog and numbers its values.
+#ifndef SPMMD_SERVER_ENGINE_PROGRAM_H_
+#define SPMMD_SERVER_ENGINE_PROGRAM_H_
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/catalog/catalog.h"
+#include "server/engine/plan.h"
+#include "server/pb.h"
+#include "spmm/v1/sparse_matmul.pb.h"
+
+namespace spmmd::server {
+
+inline constexpr int kMaxInputs = 16;
+inline constexpr int kMaxSteps = 64;
+inline constexpr int kMaxOutputs = 16;
+inline constexpr int kMaxNameLength = 64;
+
+// INVALID_ARGUMENT naming the field ("program.steps[2].matmul.input"): a bad or repeated name, a step that reads
+// itself, a later step or an unknown name, columns that do not fit, an unknown enum value, a limit. NOT_FOUND for a
+// layer. UNIMPLEMENTED for outputs in shared memory.
+absl::StatusOr<std::shared_ptr<const Plan>> PlanProgram(const pb::Program& program, const LayerCatalog& catalog);
+
+// Checks the inputs of a request against a plan and points the job at their bytes: dtype, shape, byte counts, sparse
+// offsets and indices; sets job.rows. `request` must outlive the job.
+absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int64_t max_tokens, Job* job);
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_ENGINE_PROGRAM_H_
