@@ -8,19 +8,12 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "kernels/base/activation.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/dense.h"
 #include "kernels/format/packed_layer.h"
 
 namespace spmmd {
-
-enum class Activation : uint8_t {
-  kNone = 0,
-  kRelu = 1,
-  kGelu = 2,      // exact: x * Phi(x), by erf
-  kGeluTanh = 3,  // the tanh approximation of GPT-2
-  kSilu = 4,      // x * sigmoid(x)
-};
 
 // Applied in fp32 to the accumulator, bias first.
 struct Epilogue {

@@ -1,0 +1,245 @@
+#include "kernels/format/bitmap.h"
+
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/base/thread_pool.h"
+
+namespace spmmd::bitmap {
+namespace {
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Byte sizes that M and K imply.
+struct Geometry {
+  int64_t blocks;
+  int64_t column_tiles;
+  int64_t mask_words;
+  size_t padding_bits;
+
+  Geometry(int64_t m, int64_t k)
+      : blocks(CeilDiv(m, kTileRows)),
+        column_tiles(CeilDiv(k, kTileCols)),
+        mask_words(k * ((blocks - 1) * kStripsPerTile + CeilDiv(m - (blocks - 1) * kTileRows, kStripRows))),
+        padding_bits(static_cast<size_t>(mask_words * kStripRows - m * k)) {}
+};
+
+template <typename Bits>
+Bits LoadBits(const std::byte* row, int64_t col) {
+  Bits bits;
+  std::memcpy(&bits, row + static_cast<size_t>(col) * sizeof(Bits), sizeof(Bits));
+  return bits;
+}
+
+// Masks and per-piece counts of one tile; returns the tile's nonzeros. counts: kTileCols entries.
+template <typename Bits>
+int64_t ScanTile(const DenseView& w, int64_t row0, int64_t rows, int64_t col0, int64_t cols, int64_t strips,
+                 uint32_t* masks, uint16_t* starts) {
+  std::fill(masks, masks + cols * strips, 0u);
+  for (int64_t r = 0; r < rows; ++r) {
+    const std::byte* row = w.row(row0 + r);
+    for (int64_t c = 0; c < cols; ++c) {
+      const uint32_t bit = IsNonzeroBits(LoadBits<Bits>(row, col0 + c)) ? 1u : 0u;
+      masks[c * strips + r / kStripRows] |= bit << (r % kStripRows);
+    }
+  }
+  int64_t total = 0;
+  for (int64_t c = 0; c < cols; ++c) {
+    starts[c] = static_cast<uint16_t>(total);
+    for (int64_t s = 0; s < strips; ++s) total += std::popcount(masks[c * strips + s]);
+  }
+  return total;
+}
+
+template <typename Bits>
+void FillTile(const DenseView& w, int64_t row0, int64_t col0, int64_t cols, int64_t strips, const uint32_t* masks,
+              Bits* values) {
+  for (int64_t c = 0; c < cols; ++c) {
+    for (int64_t s = 0; s < strips; ++s) {
+      for (uint32_t mask = masks[c * strips + s]; mask != 0; mask &= mask - 1) {
+        *values++ = LoadBits<Bits>(w.row(row0 + s * kStripRows + std::countr_zero(mask)), col0 + c);
+      }
+    }
+  }
+}
+
+template <typename Bits>
+void ExpandTile(const View& view, int64_t block, int64_t col0, int64_t cols, const MutableDenseView& out) {
+  const int64_t strips = view.strips(block);
+  const auto* values = reinterpret_cast<const Bits*>(view.values) + view.piece_start(block, col0);
+  for (int64_t c = col0; c < col0 + cols; ++c) {
+    const uint32_t* masks = view.column_masks(block, c);
+    for (int64_t s = 0; s < strips; ++s) {
+      for (uint32_t mask = masks[s]; mask != 0; mask &= mask - 1) {
+        const int64_t row = block * kTileRows + s * kStripRows + std::countr_zero(mask);
+        std::memcpy(out.row(row) + static_cast<size_t>(c) * sizeof(Bits), values++, sizeof(Bits));
+      }
+    }
+  }
+}
+
+absl::Status Corrupt(const char* section, const std::string& what) {
+  return absl::DataLossError(absl::StrCat("BITMAP section ", section, ": ", what));
+}
+
+absl::Status CheckSize(const PackedLayer& layer, SectionId id, const char* name, size_t want) {
+  const Section* section = layer.FindSection(id);
+  if (section == nullptr) return Corrupt(name, "missing");
+  if (section->data.size() != want) {
+    return Corrupt(name, absl::StrCat(section->data.size(), " bytes, expected ", want));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+View MakeView(const PackedLayer& layer) {
+  const Geometry geometry(layer.m, layer.k);
+  View view;
+  view.dtype = layer.dtype;
+  view.m = layer.m;
+  view.k = layer.k;
+  view.blocks = geometry.blocks;
+  view.column_tiles = geometry.column_tiles;
+  view.values = layer.FindSection(kValues)->data.data();
+  view.masks = layer.FindSection(kMasks)->data.As<uint32_t>().data();
+  view.tile_starts = layer.FindSection(kTileStarts)->data.As<uint64_t>().data();
+  view.column_starts = layer.FindSection(kColumnStarts)->data.As<uint16_t>().data();
+  return view;
+}
+
+absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options) {
+  if (!options.allow_nonfinite) SPMMD_RETURN_IF_ERROR(CheckFinite(w));
+  const Geometry geometry(w.rows, w.cols);
+  const int64_t tiles = geometry.blocks * geometry.column_tiles;
+  PackedLayer layer;
+  layer.format = Format::kBitmap;
+  layer.layout_version = kLayoutVersion;
+  layer.dtype = w.dtype;
+  layer.m = w.rows;
+  layer.k = w.cols;
+  layer.params[0] = kTileRows;
+  layer.params[1] = kTileCols;
+
+  SPMMD_ASSIGN_OR_RETURN(Buffer masks, Buffer::Allocate(static_cast<size_t>(geometry.mask_words) * sizeof(uint32_t)));
+  SPMMD_ASSIGN_OR_RETURN(Buffer tile_starts, Buffer::Allocate(static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
+  SPMMD_ASSIGN_OR_RETURN(Buffer column_starts,
+                         Buffer::Allocate(static_cast<size_t>(geometry.blocks * w.cols) * sizeof(uint16_t)));
+  uint32_t* mask_words = masks.MutableAs<uint32_t>().data();
+  uint64_t* starts = tile_starts.MutableAs<uint64_t>().data();
+  uint16_t* columns = column_starts.MutableAs<uint16_t>().data();
+
+  struct Tile {
+    int64_t block, col0, rows, cols, strips;
+    uint32_t* masks;
+  };
+  const auto tile_at = [&](int64_t t) {
+    Tile tile;
+    tile.block = t / geometry.column_tiles;
+    tile.col0 = t % geometry.column_tiles * kTileCols;
+    tile.rows = std::min(kTileRows, w.rows - tile.block * kTileRows);
+    tile.cols = std::min(kTileCols, w.cols - tile.col0);
+    tile.strips = CeilDiv(tile.rows, kStripRows);
+    tile.masks = mask_words + tile.block * w.cols * kStripsPerTile + tile.col0 * tile.strips;
+    return tile;
+  };
+  DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
+    const Tile tile = tile_at(t);
+    uint16_t* tile_columns = columns + tile.block * w.cols + tile.col0;
+    const int64_t count = w.dtype == DType::kF32 ? ScanTile<uint32_t>(w, tile.block * kTileRows, tile.rows, tile.col0,
+                                                                      tile.cols, tile.strips, tile.masks, tile_columns)
+                                                 : ScanTile<uint16_t>(w, tile.block * kTileRows, tile.rows, tile.col0,
+                                                                      tile.cols, tile.strips, tile.masks, tile_columns);
+    starts[t + 1] = static_cast<uint64_t>(count);
+  });
+  for (int64_t t = 0; t < tiles; ++t) starts[t + 1] += starts[t];
+  layer.nnz = static_cast<int64_t>(starts[tiles]);
+
+  SPMMD_ASSIGN_OR_RETURN(Buffer values, Buffer::Allocate(static_cast<size_t>(layer.nnz) * SizeOf(w.dtype)));
+  std::byte* out = values.mutable_data();
+  DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
+    const Tile tile = tile_at(t);
+    if (w.dtype == DType::kF32) {
+      FillTile(w, tile.block * kTileRows, tile.col0, tile.cols, tile.strips, tile.masks,
+               reinterpret_cast<uint32_t*>(out) + starts[t]);
+    } else {
+      FillTile(w, tile.block * kTileRows, tile.col0, tile.cols, tile.strips, tile.masks,
+               reinterpret_cast<uint16_t*>(out) + starts[t]);
+    }
+  });
+  layer.sections.push_back({kValues, SectionClass::kValues, 0, std::move(values)});
+  layer.sections.push_back({kMasks, SectionClass::kMetadata, geometry.padding_bits / 8, std::move(masks)});
+  layer.sections.push_back({kTileStarts, SectionClass::kMetadata, 0, std::move(tile_starts)});
+  layer.sections.push_back({kColumnStarts, SectionClass::kMetadata, 0, std::move(column_starts)});
+  return layer;
+}
+
+absl::Status Unpack(const PackedLayer& layer, const MutableDenseView& out) {
+  const View view = MakeView(layer);
+  DefaultThreadPool().ParallelFor(view.blocks * view.column_tiles, [&](int64_t t, int /*worker*/) {
+    const int64_t col0 = t % view.column_tiles * kTileCols;
+    const int64_t cols = std::min(kTileCols, view.k - col0);
+    if (view.dtype == DType::kF32) {
+      ExpandTile<uint32_t>(view, t / view.column_tiles, col0, cols, out);
+    } else {
+      ExpandTile<uint16_t>(view, t / view.column_tiles, col0, cols, out);
+    }
+  });
+  return absl::OkStatus();
+}
+
+absl::Status Validate(const PackedLayer& layer) {
+  if (layer.layout_version != kLayoutVersion) {
+    return absl::DataLossError(
+        absl::StrCat("BITMAP layout version ", layer.layout_version, ", expected ", kLayoutVersion));
+  }
+  if (layer.params != std::array<int64_t, 8>{kTileRows, kTileCols}) {
+    return absl::DataLossError("BITMAP params: tile sizes are not 512 x 128");
+  }
+  const Geometry geometry(layer.m, layer.k);
+  const int64_t tiles = geometry.blocks * geometry.column_tiles;
+  SPMMD_RETURN_IF_ERROR(CheckSize(layer, kValues, "values", static_cast<size_t>(layer.nnz) * SizeOf(layer.dtype)));
+  SPMMD_RETURN_IF_ERROR(CheckSize(layer, kMasks, "masks", static_cast<size_t>(geometry.mask_words) * sizeof(uint32_t)));
+  SPMMD_RETURN_IF_ERROR(
+      CheckSize(layer, kTileStarts, "tile_starts", static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
+  SPMMD_RETURN_IF_ERROR(CheckSize(layer, kColumnStarts, "column_starts",
+                                  static_cast<size_t>(geometry.blocks * layer.k) * sizeof(uint16_t)));
+  const View view = MakeView(layer);
+  if (view.tile_starts[0] != 0 || view.tile_starts[tiles] != static_cast<uint64_t>(layer.nnz)) {
+    return Corrupt("tile_starts", absl::StrCat("does not run from 0 to nnz = ", layer.nnz));
+  }
+  // Each tile alone: its pieces' starts and its successor's start follow from its masks. Together with the two ends
+  // above that bounds every read of the values.
+  std::atomic<int64_t> first_bad{tiles};
+  DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
+    const int64_t block = t / geometry.column_tiles;
+    const int64_t col0 = t % geometry.column_tiles * kTileCols;
+    const int64_t col1 = std::min(layer.k, col0 + kTileCols);
+    const int64_t strips = view.strips(block);
+    const int64_t edge = view.rows(block) % kStripRows;
+    const uint32_t beyond = edge == 0 ? 0u : ~0u << edge;
+    uint64_t count = 0;
+    bool ok = true;
+    for (int64_t c = col0; c < col1; ++c) {
+      const uint32_t* masks = view.column_masks(block, c);
+      ok = ok && view.column_starts[block * layer.k + c] == count && (masks[strips - 1] & beyond) == 0;
+      for (int64_t s = 0; s < strips; ++s) count += static_cast<uint64_t>(std::popcount(masks[s]));
+    }
+    ok = ok && view.tile_starts[t + 1] - view.tile_starts[t] == count;
+    if (ok) return;
+    int64_t seen = first_bad.load(std::memory_order_relaxed);
+    while (t < seen && !first_bad.compare_exchange_weak(seen, t, std::memory_order_relaxed)) {
+    }
+  });
+  if (first_bad.load() != tiles) {
+    return Corrupt("masks", absl::StrCat("tile ", first_bad.load(), " disagrees with its column or tile starts"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace spmmd::bitmap
