@@ -1,0 +1,233 @@
+{{- define "spmmd.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "spmmd.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "spmmd.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "spmmd.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "spmmd.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "spmmd.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "spmmd.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "spmmd.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{- define "spmmd.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "spmmd.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "spmmd.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* One "field: value" line a setting, in the text form of spmm.config.v1.ServerConfig. */}}
+{{- define "spmmd.config" -}}
+{{- $server := .Values.server -}}
+listen: "0.0.0.0:{{ $server.grpcPort }}"
+metrics_listen: "0.0.0.0:{{ $server.metricsPort }}"
+health_listen: "0.0.0.0:{{ $server.healthPort }}"
+backend: {{ $server.backend | quote }}
+drain_delay: "{{ $server.drainDelaySeconds }}s"
+drain_timeout: "{{ $server.drainTimeoutSeconds }}s"
+max_connection_age: {{ $server.maxConnectionAge | quote }}
+log_format: {{ $server.logFormat | quote }}
+log_level: {{ $server.logLevel | quote }}
+{{- if .Values.modelRepository.enabled }}
+model_repository: "/models"
+{{- end }}
+{{- if .Values.cache.enabled }}
+cache_dir: "/var/cache/spmmd"
+{{- end }}
+{{- if .Values.tls.enabled }}
+tls_cert: "/etc/spmmd/tls/tls.crt"
+tls_key: "/etc/spmmd/tls/tls.key"
+{{- if .Values.tls.clientCaSecret }}
+tls_client_ca: "/etc/spmmd/client-ca/ca.crt"
+{{- end }}
+{{- end }}
+{{- if .Values.auth.enabled }}
+auth_token_file: "/etc/spmmd/auth/tokens"
+{{- end }}
+{{- if .Values.layers }}
+manifest: "/etc/spmmd/config/layers.json"
+{{- end }}
+{{- range $key, $value := $server.config }}
+{{- if kindIs "string" $value }}
+{{ $key }}: {{ $value | quote }}
+{{- else if kindIs "float64" $value }}
+{{ $key }}: {{ if eq (floor $value) $value }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
+{{- else }}
+{{ $key }}: {{ $value }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The pod of either workload. */}}
+{{- define "spmmd.pod" -}}
+metadata:
+  annotations:
+    checksum/config: {{ include "spmmd.config" . | cat (.Values.layers | toJson) | sha256sum }}
+    {{- with .Values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  labels:
+    {{- include "spmmd.selectorLabels" . | nindent 4 }}
+    {{- with .Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "spmmd.serviceAccountName" . }}
+  automountServiceAccountToken: false
+  {{- with .Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  securityContext:
+    {{- toYaml .Values.podSecurityContext | nindent 4 }}
+  # Drain delay + drain timeout + time to flush and exit.
+  terminationGracePeriodSeconds: {{ add .Values.server.drainDelaySeconds .Values.server.drainTimeoutSeconds 15 }}
+  {{- with .Values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .Values.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  containers:
+    - name: spmmd
+      image: {{ include "spmmd.image" . }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      args: ["--config=/etc/spmmd/config/spmmd.textproto"]
+      {{- with .Values.extraEnv }}
+      env:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports:
+        - {name: grpc, containerPort: {{ .Values.server.grpcPort }}, protocol: TCP}
+        - {name: metrics, containerPort: {{ .Values.server.metricsPort }}, protocol: TCP}
+        - {name: health, containerPort: {{ .Values.server.healthPort }}, protocol: TCP}
+      startupProbe:
+        grpc: {port: {{ .Values.server.healthPort }}}
+        {{- toYaml .Values.probes.startup | nindent 8 }}
+      readinessProbe:
+        grpc: {port: {{ .Values.server.healthPort }}}
+        {{- toYaml .Values.probes.readiness | nindent 8 }}
+      # A draining or loading server is alive: the probe only asks whether the process answers.
+      livenessProbe:
+        tcpSocket: {port: health}
+        {{- toYaml .Values.probes.liveness | nindent 8 }}
+      resources:
+        {{- toYaml .Values.resources | nindent 8 }}
+      securityContext:
+        {{- toYaml .Values.securityContext | nindent 8 }}
+      volumeMounts:
+        - {name: config, mountPath: /etc/spmmd/config, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+        {{- if .Values.modelRepository.enabled }}
+        - name: models
+          mountPath: /models
+          readOnly: true
+          {{- with .Values.modelRepository.subPath }}
+          subPath: {{ . }}
+          {{- end }}
+        {{- end }}
+        {{- if .Values.cache.enabled }}
+        - {name: cache, mountPath: /var/cache/spmmd}
+        {{- end }}
+        {{- if .Values.tls.enabled }}
+        - {name: tls, mountPath: /etc/spmmd/tls, readOnly: true}
+        {{- if .Values.tls.clientCaSecret }}
+        - {name: client-ca, mountPath: /etc/spmmd/client-ca, readOnly: true}
+        {{- end }}
+        {{- end }}
+        {{- if .Values.auth.enabled }}
+        - {name: auth, mountPath: /etc/spmmd/auth, readOnly: true}
+        {{- end }}
+        {{- if .Values.sharedMemory.size }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+  volumes:
+    - name: config
+      configMap:
+        name: {{ include "spmmd.fullname" . }}
+    - name: tmp
+      emptyDir: {sizeLimit: 64Mi}
+    {{- if .Values.modelRepository.enabled }}
+    - name: models
+      {{- if .Values.modelRepository.image.reference }}
+      image:
+        reference: {{ .Values.modelRepository.image.reference }}
+        pullPolicy: {{ .Values.modelRepository.image.pullPolicy }}
+      {{- else }}
+      persistentVolumeClaim:
+        claimName: {{ required "modelRepository.existingClaim or modelRepository.image.reference is required" .Values.modelRepository.existingClaim }}
+        readOnly: true
+      {{- end }}
+    {{- end }}
+    {{- if .Values.cache.enabled }}
+    {{- if eq .Values.cache.type "emptyDir" }}
+    - name: cache
+      emptyDir: {sizeLimit: {{ .Values.cache.size }}}
+    {{- else if eq .Values.cache.type "existingClaim" }}
+    - name: cache
+      persistentVolumeClaim:
+        claimName: {{ required "cache.existingClaim is required" .Values.cache.existingClaim }}
+    {{- else if ne .Values.workload "StatefulSet" }}
+    {{- fail "cache.type volumeClaimTemplate needs workload StatefulSet" }}
+    {{- end }}
+    {{- end }}
+    {{- if .Values.tls.enabled }}
+    - name: tls
+      secret:
+        secretName: {{ required "tls.existingSecret is required" .Values.tls.existingSecret }}
+    {{- with .Values.tls.clientCaSecret }}
+    - name: client-ca
+      secret:
+        secretName: {{ . }}
+    {{- end }}
+    {{- end }}
+    {{- if .Values.auth.enabled }}
+    - name: auth
+      secret:
+        secretName: {{ required "auth.existingSecret is required" .Values.auth.existingSecret }}
+    {{- end }}
+    {{- with .Values.sharedMemory.size }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+    {{- end }}
+  {{- with .Values.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
