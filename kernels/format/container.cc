@@ -1,16 +1,16 @@
 #include "kernels/format/container.h"
 
+#include <xxhash.h>
+
 #include <bit>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <set>
-#include <string_view>
 #include <utility>
 
-#include <xxhash.h>
-
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/format/file_io.h"
 
@@ -103,7 +103,7 @@ void Append(std::vector<std::byte>* out, const void* data, size_t size) {
 absl::Status ParseMetadata(absl::Span<const std::byte> bytes, uint32_t count,
                            std::map<std::string, std::string>* metadata) {
   const auto take = [&bytes](size_t size) {
-    const std::string_view piece(reinterpret_cast<const char*>(bytes.data()), size);
+    const absl::string_view piece(reinterpret_cast<const char*>(bytes.data()), size);
     bytes.remove_prefix(size);
     return piece;
   };
@@ -113,8 +113,8 @@ absl::Status ParseMetadata(absl::Span<const std::byte> bytes, uint32_t count,
     std::memcpy(sizes, bytes.data(), sizeof(sizes));
     bytes.remove_prefix(sizeof(sizes));
     if (uint64_t{sizes[0]} + sizes[1] > bytes.size()) return absl::DataLossError("metadata: cut off");
-    const std::string_view key = take(sizes[0]);
-    const std::string_view value = take(sizes[1]);
+    const absl::string_view key = take(sizes[0]);
+    const absl::string_view value = take(sizes[1]);
     if (!metadata->empty() && key <= metadata->rbegin()->first) {
       return absl::DataLossError("metadata: keys are not in ascending order");
     }
@@ -142,8 +142,8 @@ absl::StatusOr<FileHeader> CheckHeader(absl::Span<const std::byte> bytes) {
   }
   if (header.section_count < 1 || header.section_count > kMaxContainerSections ||
       header.metadata_bytes > kMaxContainerMetadataBytes ||
-      header.header_bytes != RoundUpToPage(sizeof(FileHeader) + header.section_count * sizeof(SectionEntry) +
-                                           header.metadata_bytes) ||
+      header.header_bytes !=
+          RoundUpToPage(sizeof(FileHeader) + header.section_count * sizeof(SectionEntry) + header.metadata_bytes) ||
       header.header_bytes > bytes.size()) {
     return absl::DataLossError("header: inconsistent sizes");
   }
@@ -201,8 +201,8 @@ absl::Status WriteLayerFile(const std::string& path, const LayerFile& file) {
   header.k = layer.k;
   header.nnz = layer.nnz;
   std::memcpy(header.params, layer.params.data(), sizeof(header.params));
-  header.header_bytes = static_cast<uint32_t>(
-      RoundUpToPage(sizeof(FileHeader) + section_count * sizeof(SectionEntry) + metadata.size()));
+  header.header_bytes =
+      static_cast<uint32_t>(RoundUpToPage(sizeof(FileHeader) + section_count * sizeof(SectionEntry) + metadata.size()));
 
   std::vector<SectionEntry> entries;
   std::vector<absl::Span<const std::byte>> pieces(1);  // the header comes first, once it is complete

@@ -31,8 +31,8 @@
 // bytes (Buffer's contract) up to the next boundary; the file ends on one. So the layout is a function of the section
 // sizes, a reader accepts no other, and every byte of a file is under exactly one checksum.
 //
-// A reader trusts nothing: sizes, offsets and counts are checked without overflow, then the checksums, then the format's
-// own Validate. What comes out can be executed whatever bytes went in.
+// A reader trusts nothing: sizes, offsets and counts are checked without overflow, then the checksums, then the
+// format's own Validate. What comes out can be executed whatever bytes went in.
 #ifndef SPMMD_KERNELS_FORMAT_CONTAINER_H_
 #define SPMMD_KERNELS_FORMAT_CONTAINER_H_
 
@@ -59,8 +59,9 @@ struct LayerFile {
   std::map<std::string, std::string> metadata;  // free-form: source file, tensor name, content hash
 };
 
-// Writes atomically. INVALID_ARGUMENT naming the field when the bias has neither 0 nor M elements, or sections or metadata
-// exceed the limits above; else the errors of WriteFileAtomically. The layer is written as it is, not validated.
+// Writes atomically. INVALID_ARGUMENT naming the field when the bias has neither 0 nor M elements, or sections or
+// metadata exceed the limits above; else the errors of WriteFileAtomically. The layer is written as it is, not
+// validated.
 absl::Status WriteLayerFile(const std::string& path, const LayerFile& file);
 
 // Maps and checks a file. The layer's sections borrow the mapping and keep it alive. INVALID_ARGUMENT when it is not a
