@@ -14,12 +14,12 @@ namespace spmmd::client {
 // TLS to the server. Files are PEM and are read once, by Client::Connect.
 struct TlsOptions {
   // Certificates to trust; empty trusts the system's.
-  std::string ca_file;
+  std::string ca_file{};
   // Certificate and key of the caller, for servers that verify clients: both or neither.
-  std::string cert_file;
-  std::string key_file;
+  std::string cert_file{};
+  std::string key_file{};
   // Name to expect in the server's certificate, when it is not the host of the address.
-  std::string server_name;
+  std::string server_name{};
 };
 
 struct ClientOptions {
