@@ -22,54 +22,33 @@
 #include "kernels/format/packed_layer.h"
 #include "kernels/format/row_stream_layout.h"
 
-namespace spmmd {
+namespace spmmd::row_stream {
 
 // What the packer is free to choose. Everything left at its default is picked per layer by a model of bytes moved and
 // of how evenly the tiles spread over the device.
-struct RowStreamOptions {
-  std::optional<row_stream::Coding> coding;  // coded forms need bf16: INVALID_ARGUMENT otherwise
-  int run_bits = 0;                          // 2 or 4
-  int rows_per_tile = 0;                     // 1..kMaxRowsPerTile, at most 32 * warps
-  int warps = 0;                             // 1..kMaxWarps
-  std::optional<bool> sort_rows;             // group rows of like length and store the order
-  int64_t segment_columns = 0;               // 8..kMaxSegmentColumns: columns a tile covers; K when it fits
-  int multiprocessors = 132;                 // of the device that the tiles should spread over
+struct Options {
+  std::optional<Coding> coding = std::nullopt;   // coded forms need bf16: INVALID_ARGUMENT otherwise
+  int run_bits = 0;                              // 2 or 4
+  int rows_per_tile = 0;                         // 1..kMaxRowsPerTile, at most 32 * warps
+  int warps = 0;                                 // 1..kMaxWarps
+  std::optional<bool> sort_rows = std::nullopt;  // group rows of like length and store the order
+  int64_t segment_columns = 0;                   // 8..kMaxSegmentColumns: columns a tile covers; K when it fits
+  int multiprocessors = 132;                     // of the device that the tiles should spread over
 };
 
 // fp16 and bf16, any shape. PackOptions as in Pack().
-absl::StatusOr<PackedLayer> PackRowStream(const DenseView& w, const PackOptions& options,
-                                          const RowStreamOptions& tuning = {});
+absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options, const Options& tuning = {});
 
-// The layer must have passed ValidateRowStream.
-absl::StatusOr<DenseMatrix> UnpackRowStream(const PackedLayer& layer);
+// Writes the nonzeros into `out` [M, K], zero-filled by the caller. Safe on bytes that fail Validate.
+absl::Status Unpack(const PackedLayer& layer, const MutableDenseView& out);
 
-// Everything that UnpackRowStream and the kernels rely on, down to every lane's last column. DATA_LOSS naming the
+// Everything that Unpack and the kernels rely on, down to every lane's last column. DATA_LOSS naming the
 // section otherwise.
-absl::Status ValidateRowStream(const PackedLayer& layer);
+absl::Status Validate(const PackedLayer& layer);
 
-// The numbers of `layer.params`, checked for range but not against the sections.
-struct RowStreamShape {
-  int rows_per_tile = 0;
-  int warps = 0;
-  int pieces = 0;  // per row: 32 * warps / rows_per_tile
-  int run_bits = 0;
-  row_stream::Coding coding = row_stream::Coding::kVerbatim;
-  int64_t uniform_blocks = 0;
-  int64_t max_blocks = 0;
-  int64_t segment_columns = 0;
-  int64_t segments = 0;
-  int64_t row_tiles = 0;
+// Nonzeros that the coding could not hold: entries of the escape list.
+int64_t CountEscapes(const PackedLayer& layer);
 
-  int64_t tiles() const { return row_tiles * segments; }
-  int64_t columns(int64_t segment, int64_t k) const {
-    return segment + 1 < segments ? segment_columns : k - segment * segment_columns;
-  }
-};
-absl::StatusOr<RowStreamShape> ParseRowStreamShape(const PackedLayer& layer);
-
-// Nonzeros that the coding could not hold, by row statistics of the packer: escapes stored in the layer.
-int64_t CountRowStreamEscapes(const PackedLayer& layer);
-
-}  // namespace spmmd
+}  // namespace spmmd::row_stream
 
 #endif  // SPMMD_KERNELS_FORMAT_ROW_STREAM_H_

@@ -24,12 +24,12 @@ inline constexpr int kMaxRowsPerTile = 512;
 inline constexpr int64_t kMaxSegmentColumns = 49152;
 
 // Section ids.
-inline constexpr uint32_t kStreamSection = 1;     // blocks, in tile, warp, block order
-inline constexpr uint32_t kStartSection = 2;      // uint16 [tile][warp][lane]: segment column of the lane's first slot
-inline constexpr uint32_t kTileSection = 3;       // TileHeader [tile]
-inline constexpr uint32_t kBaseSection = 4;       // coded only: uint8 [tile][row of the tile]
-inline constexpr uint32_t kEscapeSection = 5;     // coded only: uint32 [unit][lane]: column << 16 | bfloat16 bits
-inline constexpr uint32_t kRowOrderSection = 6;   // only when rows are sorted: uint32 [tile row]: row of W, or kNoRow
+inline constexpr uint32_t kStreamSection = 1;    // blocks, in tile, warp, block order
+inline constexpr uint32_t kStartSection = 2;     // uint16 [tile][warp][lane]: segment column of the lane's first slot
+inline constexpr uint32_t kTileSection = 3;      // TileHeader [tile]
+inline constexpr uint32_t kBaseSection = 4;      // coded only: uint8 [tile][row of the tile]
+inline constexpr uint32_t kEscapeSection = 5;    // coded only: uint32 [unit][lane]: column << 16 | bfloat16 bits
+inline constexpr uint32_t kRowOrderSection = 6;  // only when rows are sorted: uint32 [tile row]: row of W, or kNoRow
 inline constexpr uint32_t kNoRow = 0xffffffffu;
 
 // Indices into PackedLayer::params.
@@ -72,9 +72,9 @@ constexpr int RunWord(int run_bits, int slot) { return run_bits == 2 ? 0 : slot 
 constexpr int RunShift(int run_bits, int slot) {
   return run_bits == 2 ? (slot % 4) * 8 + (slot / 4) * 2 : (slot % 4) * 8 + (slot % 8 / 4) * 4;
 }
-constexpr int FieldBitShift(int slot) { return (8 * (slot % 4) + 2 * (slot / 4)) & 31; }      // bit 8 of the word
+constexpr int FieldBitShift(int slot) { return (8 * (slot % 4) + 2 * (slot / 4)) & 31; }     // bit 8 of the word
 constexpr int SignBitShift(int slot) { return (8 * (slot % 4) + 7 + 2 * (slot / 4)) & 31; }  // bit 15
-constexpr int ThirdBitShift(int slot) {                                                       // bit 9
+constexpr int ThirdBitShift(int slot) {                                                      // bit 9
   constexpr int kBase[4] = {4, 12, 0, 8};
   return kBase[slot % 4] + slot / 4;
 }
