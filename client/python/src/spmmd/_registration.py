@@ -1,0 +1,95 @@
+"""The dialogue of RegisterLayer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from spmmd._proto import layer_catalog_pb2 as catalog_pb2
+from spmmd.errors import InternalError, from_rpc_error
+from spmmd.types import Layer, LayerState, Progress, _from_wire
+from spmmd.weights import Content
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class Registration:
+    """One registration: sends the spec, uploads the content if it is wanted, follows the server's events.
+
+    Args:
+      content: None for a file source.
+    """
+
+    def __init__(
+        self,
+        spec: catalog_pb2.LayerSpec,
+        content: Content | None,
+        progress: ProgressCallback | None,
+        chunk_bytes: int,
+    ) -> None:
+        self._spec = spec
+        self._content = content
+        self._progress = progress
+        self._chunk_bytes = chunk_bytes
+        self._accepted: catalog_pb2.RegisterAccepted | None = None
+        self._decided = threading.Event()
+        self._lock = threading.Lock()
+        self._call: Any = None
+        self._stopped = False
+
+    def run(self, start: Callable[[Iterator[catalog_pb2.RegisterLayerRequest]], Any]) -> Layer:
+        """Does it on a call that `start` opens; returns when the layer is ready."""
+        with self._lock:
+            self._call = start(self._requests())
+            if self._stopped:
+                self._call.cancel()
+        layer: Layer | None = None
+        try:
+            for event in self._call:
+                layer = self._on_event(event)
+                self._decided.set()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            self.cancel()
+        if layer is None:
+            raise InternalError(grpc.StatusCode.INTERNAL, "the server ended the registration without a layer")
+        return layer
+
+    def cancel(self) -> None:
+        """Ends the call, and the thread that sends; from any thread, at any time."""
+        with self._lock:
+            self._stopped = True
+            self._decided.set()
+            if self._call is not None:
+                self._call.cancel()
+
+    def _requests(self) -> Iterator[catalog_pb2.RegisterLayerRequest]:
+        yield catalog_pb2.RegisterLayerRequest(spec=self._spec)
+        self._decided.wait()
+        # No chunk when the server has the content or refused the spec, or when the call is over.
+        if self._content is None or self._accepted is None or not self._accepted.content_needed:
+            return
+        for chunk in self._content.chunks(self._chunk_bytes):
+            if self._stopped:
+                return
+            yield catalog_pb2.RegisterLayerRequest(chunk=chunk)
+
+    def _on_event(self, event: catalog_pb2.RegisterLayerResponse) -> Layer | None:
+        kind = event.WhichOneof("event")
+        if kind == "accepted":
+            self._accepted = event.accepted
+            self._report(LayerState.UPLOADING if event.accepted.content_needed else LayerState.PACKING, 0)
+        elif kind == "progress":
+            self._report(_from_wire(LayerState, event.progress.state), event.progress.received_bytes)
+        elif kind == "layer":
+            return Layer.from_proto(event.layer)
+        return None
+
+    def _report(self, state: LayerState, received: int) -> None:
+        if self._progress is not None and self._accepted is not None:
+            accepted = self._accepted
+            self._progress(Progress(state, received, accepted.content_bytes, accepted.content_needed))
