@@ -9,6 +9,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/bitmap.h"
+#include "kernels/format/bitmap_gpu.h"
 #include "kernels/format/row_stream.h"
 
 namespace spmmd {
@@ -137,6 +138,8 @@ absl::StatusOr<PackedLayer> Pack(Format format, const DenseView& w, const PackOp
       return PackDense(w, options);
     case Format::kBitmap:
       return bitmap::Pack(w, options);
+    case Format::kBitmapGpu:
+      return bitmap_gpu::Pack(w, options);
     case Format::kRowStream:
       return row_stream::Pack(w, options);
     default:
@@ -156,6 +159,9 @@ absl::StatusOr<DenseMatrix> Unpack(const PackedLayer& layer) {
       break;
     case Format::kBitmap:
       status = bitmap::Unpack(layer, out.mutable_view());
+      break;
+    case Format::kBitmapGpu:
+      status = bitmap_gpu::Unpack(layer, out.mutable_view());
       break;
     case Format::kRowStream:
       status = row_stream::Unpack(layer, out.mutable_view());
@@ -190,6 +196,8 @@ absl::Status Validate(const PackedLayer& layer) {
       return ValidateDense(layer);
     case Format::kBitmap:
       return bitmap::Validate(layer);
+    case Format::kBitmapGpu:
+      return bitmap_gpu::Validate(layer);
     case Format::kRowStream:
       return row_stream::Validate(layer);
     default:

@@ -1,0 +1,451 @@
+// The exported functions: argument checks, the current device, and the last error of the thread.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "kernels/cuda/dense_cublaslt.h"
+#include "kernels/cuda/internal.h"
+#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/layer.h"
+#include "kernels/cuda/read_probe.h"
+
+using spmmd::cuda::FromCublas;
+using spmmd::cuda::FromCuda;
+using spmmd::cuda::InvalidArgument;
+using spmmd::cuda::Kernel;
+using spmmd::cuda::ScopedDevice;
+using spmmd::cuda::Status;
+using spmmd::cuda::Unimplemented;
+
+namespace {
+
+thread_local std::string last_error;
+
+spmmd_cuda_status Return(const Status& status) {
+  last_error = status.message();
+  return status.code();
+}
+
+// Runs body() and turns what it returns, or std::bad_alloc, into a status.
+template <typename Body>
+spmmd_cuda_status Guard(const Body& body) {
+  try {
+    return Return(body());
+  } catch (const std::bad_alloc&) {
+    return Return({SPMMD_CUDA_RESOURCE_EXHAUSTED, "out of host memory"});
+  }
+}
+
+// As Guard, with the device current.
+template <typename Body>
+spmmd_cuda_status OnDevice(const spmmd_cuda_device* device, const Body& body) {
+  return Guard([&]() -> Status {
+    if (device == nullptr) return InvalidArgument("device: null");
+    const ScopedDevice scope(device->index);
+    SPMMD_CUDA_TRY(scope.status());
+    return body();
+  });
+}
+
+// The common case: one runtime call.
+#define SPMMD_CUDA_FORWARD(device, call) OnDevice(device, [&]() -> Status { return FromCuda((call), #call); })
+
+cudaStream_t Stream(spmmd_cuda_stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t Event(spmmd_cuda_event event) { return static_cast<cudaEvent_t>(event); }
+
+bool IsSupported(int major, int minor) { return major == 9 && minor == 0; }
+
+// Resolves AUTO and checks the call.
+Status Resolve(const spmmd_cuda_layer* layer, int32_t index, const spmmd_cuda_matmul* call, const Kernel** kernel) {
+  if (layer == nullptr) return InvalidArgument("layer: null");
+  if (call == nullptr) return InvalidArgument("call: null");
+  SPMMD_CUDA_TRY(spmmd::cuda::CheckCall(*layer, *call));
+  if (index == SPMMD_CUDA_KERNEL_AUTO) SPMMD_CUDA_TRY(spmmd::cuda::SelectKernel(*layer, *call, &index));
+  *kernel = spmmd::cuda::KernelAt(index);
+  if (*kernel == nullptr) return InvalidArgument("kernel: no kernel " + std::to_string(index));
+  return spmmd::cuda::CheckKernel(*layer, **kernel, *call);
+}
+
+uint64_t WorkspaceBytes(const spmmd_cuda_layer& layer, const Kernel& kernel, const spmmd_cuda_matmul& call) {
+  return call.n == 0 ? 0 : spmmd::cuda::kCounterBytes + kernel.scratch_bytes(layer, call);
+}
+
+Status CheckPointers(const spmmd_cuda_layer& layer, const Kernel& kernel, const spmmd_cuda_matmul& call) {
+  if (kernel.sparse_input ? call.x_nnz > 0 && call.x_values == nullptr : call.x == nullptr) {
+    return InvalidArgument("x: null");
+  }
+  if (call.y == nullptr) return InvalidArgument("y: null");
+  const uint64_t need = WorkspaceBytes(layer, kernel, call);
+  if (call.workspace == nullptr || call.workspace_bytes < need) {
+    return InvalidArgument("workspace: " + std::to_string(call.workspace_bytes) + " bytes, needs " +
+                           std::to_string(need));
+  }
+  if (reinterpret_cast<uintptr_t>(call.workspace) % 256 != 0) {
+    return InvalidArgument("workspace: not 256-byte aligned");
+  }
+  return {};
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t spmmd_cuda_abi_version(void) { return SPMMD_CUDA_ABI_VERSION; }
+
+const char* spmmd_cuda_last_error(void) { return last_error.c_str(); }
+
+spmmd_cuda_status spmmd_cuda_device_count(int32_t* count) {
+  return Guard([&]() -> Status {
+    if (count == nullptr) return InvalidArgument("count: null");
+    int devices = 0;
+    const cudaError_t error = cudaGetDeviceCount(&devices);
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) {
+      cudaGetLastError();
+      *count = 0;
+      return {};
+    }
+    SPMMD_CUDA_CHECK(error);
+    *count = devices;
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_get_device_info(int32_t index, spmmd_cuda_device_info* info) {
+  return Guard([&]() -> Status {
+    if (info == nullptr) return InvalidArgument("info: null");
+    cudaDeviceProp properties;
+    SPMMD_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
+    const ScopedDevice scope(index);
+    SPMMD_CUDA_TRY(scope.status());
+    *info = {};
+    std::snprintf(info->name, sizeof(info->name), "%.127s", properties.name);
+    SPMMD_CUDA_CHECK(cudaDeviceGetPCIBusId(info->pci_bus_id, sizeof(info->pci_bus_id), index));
+    static_assert(sizeof(info->uuid) == sizeof(properties.uuid.bytes));
+    std::memcpy(info->uuid, properties.uuid.bytes, sizeof(info->uuid));
+    info->compute_major = properties.major;
+    info->compute_minor = properties.minor;
+    info->multiprocessors = properties.multiProcessorCount;
+    info->usable = IsSupported(properties.major, properties.minor) ? 1 : 0;
+    info->l2_bytes = static_cast<uint64_t>(properties.l2CacheSize);
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    SPMMD_CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total_bytes));
+    info->free_memory = free_bytes;
+    info->total_memory = total_bytes;
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** device) {
+  return Guard([&]() -> Status {
+    if (device == nullptr) return InvalidArgument("device: null");
+    cudaDeviceProp properties;
+    SPMMD_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
+    if (!IsSupported(properties.major, properties.minor)) {
+      return Unimplemented(std::string("device ") + properties.name + " has compute capability " +
+                           std::to_string(properties.major) + "." + std::to_string(properties.minor) +
+                           "; this build has kernels for 9.0");
+    }
+    const ScopedDevice scope(index);
+    SPMMD_CUDA_TRY(scope.status());
+    auto opened = std::make_unique<spmmd_cuda_device>();
+    opened->index = index;
+    opened->multiprocessors = properties.multiProcessorCount;
+    opened->compute_major = properties.major;
+    opened->compute_minor = properties.minor;
+    opened->max_shared_bytes = properties.sharedMemPerBlockOptin;
+    opened->l2_bytes = static_cast<uint64_t>(properties.l2CacheSize);
+    SPMMD_CUBLAS_CHECK(cublasLtCreate(&opened->cublaslt));
+    *device = opened.release();
+    return {};
+  });
+}
+
+void spmmd_cuda_device_close(spmmd_cuda_device* device) {
+  if (device == nullptr) return;
+  const ScopedDevice scope(device->index);
+  cublasLtDestroy(device->cublaslt);
+  delete device;
+}
+
+spmmd_cuda_status spmmd_cuda_memory_info(spmmd_cuda_device* device, uint64_t* free_bytes, uint64_t* total_bytes) {
+  return OnDevice(device, [&]() -> Status {
+    size_t free_now = 0;
+    size_t total = 0;
+    SPMMD_CUDA_CHECK(cudaMemGetInfo(&free_now, &total));
+    if (free_bytes != nullptr) *free_bytes = free_now;
+    if (total_bytes != nullptr) *total_bytes = total;
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_malloc(spmmd_cuda_device* device, uint64_t bytes, void** pointer) {
+  return SPMMD_CUDA_FORWARD(device, cudaMalloc(pointer, bytes));
+}
+
+spmmd_cuda_status spmmd_cuda_free(spmmd_cuda_device* device, void* pointer) {
+  return SPMMD_CUDA_FORWARD(device, cudaFree(pointer));
+}
+
+spmmd_cuda_status spmmd_cuda_host_malloc(spmmd_cuda_device* device, uint64_t bytes, void** pointer) {
+  return SPMMD_CUDA_FORWARD(device, cudaHostAlloc(pointer, bytes, cudaHostAllocPortable));
+}
+
+spmmd_cuda_status spmmd_cuda_host_free(spmmd_cuda_device* device, void* pointer) {
+  return SPMMD_CUDA_FORWARD(device, cudaFreeHost(pointer));
+}
+
+spmmd_cuda_status spmmd_cuda_host_register(spmmd_cuda_device* device, void* pointer, uint64_t bytes) {
+  return SPMMD_CUDA_FORWARD(device, cudaHostRegister(pointer, bytes, cudaHostRegisterPortable));
+}
+
+spmmd_cuda_status spmmd_cuda_host_unregister(spmmd_cuda_device* device, void* pointer) {
+  return SPMMD_CUDA_FORWARD(device, cudaHostUnregister(pointer));
+}
+
+spmmd_cuda_status spmmd_cuda_memcpy_async(spmmd_cuda_device* device, void* to, const void* from, uint64_t bytes,
+                                          spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_memcpy_2d_async(spmmd_cuda_device* device, void* to, uint64_t to_pitch, const void* from,
+                                             uint64_t from_pitch, uint64_t row_bytes, uint64_t rows,
+                                             spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(
+      device, cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, rows, cudaMemcpyDefault, Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_memset_async(spmmd_cuda_device* device, void* pointer, int32_t byte, uint64_t bytes,
+                                          spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaMemsetAsync(pointer, byte, bytes, Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_ipc_export(spmmd_cuda_device* device, void* pointer, uint8_t handle[64]) {
+  return OnDevice(device, [&]() -> Status {
+    cudaIpcMemHandle_t ipc;
+    static_assert(sizeof(ipc) == 64);
+    SPMMD_CUDA_CHECK(cudaIpcGetMemHandle(&ipc, pointer));
+    std::memcpy(handle, &ipc, sizeof(ipc));
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* device, const uint8_t handle[64], void** pointer) {
+  return OnDevice(device, [&]() -> Status {
+    cudaIpcMemHandle_t ipc;
+    std::memcpy(&ipc, handle, sizeof(ipc));
+    SPMMD_CUDA_CHECK(cudaIpcOpenMemHandle(pointer, ipc, cudaIpcMemLazyEnablePeerAccess));
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_ipc_close(spmmd_cuda_device* device, void* pointer) {
+  return SPMMD_CUDA_FORWARD(device, cudaIpcCloseMemHandle(pointer));
+}
+
+spmmd_cuda_status spmmd_cuda_stream_create(spmmd_cuda_device* device, spmmd_cuda_stream* stream) {
+  return SPMMD_CUDA_FORWARD(device,
+                            cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking));
+}
+
+spmmd_cuda_status spmmd_cuda_stream_destroy(spmmd_cuda_device* device, spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaStreamDestroy(Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_stream_synchronize(spmmd_cuda_device* device, spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaStreamSynchronize(Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_stream_wait_event(spmmd_cuda_device* device, spmmd_cuda_stream stream,
+                                               spmmd_cuda_event event) {
+  return SPMMD_CUDA_FORWARD(device, cudaStreamWaitEvent(Stream(stream), Event(event), 0));
+}
+
+spmmd_cuda_status spmmd_cuda_event_create(spmmd_cuda_device* device, int32_t timing, spmmd_cuda_event* event) {
+  return SPMMD_CUDA_FORWARD(device, cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),
+                                                             timing != 0 ? cudaEventDefault : cudaEventDisableTiming));
+}
+
+spmmd_cuda_status spmmd_cuda_event_destroy(spmmd_cuda_device* device, spmmd_cuda_event event) {
+  return SPMMD_CUDA_FORWARD(device, cudaEventDestroy(Event(event)));
+}
+
+spmmd_cuda_status spmmd_cuda_event_record(spmmd_cuda_device* device, spmmd_cuda_event event, spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaEventRecord(Event(event), Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_event_synchronize(spmmd_cuda_device* device, spmmd_cuda_event event) {
+  return SPMMD_CUDA_FORWARD(device, cudaEventSynchronize(Event(event)));
+}
+
+spmmd_cuda_status spmmd_cuda_event_query(spmmd_cuda_device* device, spmmd_cuda_event event, int32_t* done) {
+  return OnDevice(device, [&]() -> Status {
+    const cudaError_t error = cudaEventQuery(Event(event));
+    *done = error == cudaSuccess ? 1 : 0;
+    return error == cudaErrorNotReady ? Status() : FromCuda(error, "cudaEventQuery");
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_event_elapsed_us(spmmd_cuda_device* device, spmmd_cuda_event start, spmmd_cuda_event end,
+                                              double* microseconds) {
+  return OnDevice(device, [&]() -> Status {
+    float milliseconds = 0;
+    SPMMD_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, Event(start), Event(end)));
+    *microseconds = static_cast<double>(milliseconds) * 1e3;
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_graph_begin(spmmd_cuda_device* device, spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaStreamBeginCapture(Stream(stream), cudaStreamCaptureModeThreadLocal));
+}
+
+spmmd_cuda_status spmmd_cuda_graph_end(spmmd_cuda_device* device, spmmd_cuda_stream stream, spmmd_cuda_graph* graph) {
+  return OnDevice(device, [&]() -> Status {
+    cudaGraph_t recorded = nullptr;
+    SPMMD_CUDA_CHECK(cudaStreamEndCapture(Stream(stream), &recorded));
+    const Status status =
+        FromCuda(cudaGraphInstantiate(reinterpret_cast<cudaGraphExec_t*>(graph), recorded, 0), "cudaGraphInstantiate");
+    SPMMD_CUDA_CHECK(cudaGraphDestroy(recorded));
+    return status;
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_graph_launch(spmmd_cuda_device* device, spmmd_cuda_graph graph, spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device, cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_graph_destroy(spmmd_cuda_device* device, spmmd_cuda_graph graph) {
+  return SPMMD_CUDA_FORWARD(device, cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)));
+}
+
+spmmd_cuda_status spmmd_cuda_read_probe(spmmd_cuda_device* device, const void* pointer, uint64_t bytes,
+                                        spmmd_cuda_stream stream) {
+  return OnDevice(device,
+                  [&]() -> Status { return spmmd::cuda::LaunchReadProbe(*device, pointer, bytes, Stream(stream)); });
+}
+
+spmmd_cuda_status spmmd_cuda_layer_device_bytes(const spmmd_cuda_layer_desc* desc, uint64_t* bytes) {
+  return Guard([&]() -> Status {
+    if (desc == nullptr || bytes == nullptr) return InvalidArgument("desc or bytes: null");
+    SPMMD_CUDA_TRY(spmmd::cuda::CheckDesc(*desc));
+    *bytes = spmmd::cuda::DeviceBytes(*desc);
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_layer_upload(spmmd_cuda_device* device, const spmmd_cuda_layer_desc* desc,
+                                          spmmd_cuda_layer** layer) {
+  return Guard([&]() -> Status {
+    if (device == nullptr || desc == nullptr || layer == nullptr) return InvalidArgument("device, desc or layer: null");
+    const spmmd::cuda::FormatHooks* hooks = spmmd::cuda::FindFormat(desc->format);
+    if (hooks == nullptr) {
+      return Unimplemented("format: no GPU kernel executes format " + std::to_string(desc->format));
+    }
+    SPMMD_CUDA_TRY(spmmd::cuda::CheckDesc(*desc));
+    return spmmd::cuda::UploadLayer(device, *desc, *hooks, layer);
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_layer_clone(const spmmd_cuda_layer* layer, spmmd_cuda_layer** copy) {
+  return Guard([&]() -> Status {
+    if (layer == nullptr || copy == nullptr) return InvalidArgument("layer or copy: null");
+    return spmmd::cuda::CloneLayer(*layer, copy);
+  });
+}
+
+void spmmd_cuda_layer_free(spmmd_cuda_layer* layer) {
+  if (layer != nullptr) spmmd::cuda::FreeLayer(layer);
+}
+
+int32_t spmmd_cuda_kernel_count(void) { return spmmd::cuda::KernelCount(); }
+
+const char* spmmd_cuda_kernel_name(int32_t kernel) {
+  const Kernel* found = spmmd::cuda::KernelAt(kernel);
+  return found == nullptr ? "" : found->name;
+}
+
+int32_t spmmd_cuda_find_kernel(const char* name) {
+  for (int32_t i = 0; name != nullptr && i < spmmd::cuda::KernelCount(); ++i) {
+    if (std::strcmp(spmmd::cuda::KernelAt(i)->name, name) == 0) return i;
+  }
+  return -1;
+}
+
+spmmd_cuda_status spmmd_cuda_select_kernel(const spmmd_cuda_layer* layer, const spmmd_cuda_matmul* call,
+                                           int32_t* kernel) {
+  return Guard([&]() -> Status {
+    if (layer == nullptr || call == nullptr || kernel == nullptr) return InvalidArgument("layer, call or kernel: null");
+    SPMMD_CUDA_TRY(spmmd::cuda::CheckCall(*layer, *call));
+    return spmmd::cuda::SelectKernel(*layer, *call, kernel);
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_can_implement(const spmmd_cuda_layer* layer, int32_t kernel,
+                                           const spmmd_cuda_matmul* call) {
+  return Guard([&]() -> Status {
+    const Kernel* found = nullptr;
+    return Resolve(layer, kernel, call, &found);
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_workspace_bytes(const spmmd_cuda_layer* layer, int32_t kernel,
+                                             const spmmd_cuda_matmul* call, uint64_t* bytes) {
+  return Guard([&]() -> Status {
+    if (bytes == nullptr) return InvalidArgument("bytes: null");
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(Resolve(layer, kernel, call, &found));
+    *bytes = WorkspaceBytes(*layer, *found, *call);
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_workspace_init(spmmd_cuda_device* device, void* workspace, uint64_t bytes,
+                                            spmmd_cuda_stream stream) {
+  return SPMMD_CUDA_FORWARD(device,
+                            cudaMemsetAsync(workspace, 0, std::min(bytes, spmmd::cuda::kCounterBytes), Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kernel, const spmmd_cuda_matmul* call,
+                                    spmmd_cuda_stream stream) {
+  return Guard([&]() -> Status {
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(Resolve(layer, kernel, call, &found));
+    if (call->n == 0) return {};
+    SPMMD_CUDA_TRY(CheckPointers(*layer, *found, *call));
+    const ScopedDevice scope(layer->device->index);
+    SPMMD_CUDA_TRY(scope.status());
+    return found->launch(*layer, *call, Stream(stream));
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_dense_tune(const spmmd_cuda_layer* layer, const spmmd_cuda_matmul* call,
+                                        spmmd_cuda_stream stream) {
+  return Guard([&]() -> Status {
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(Resolve(layer, spmmd_cuda_find_kernel(spmmd::cuda::kDenseCublasLt.name), call, &found));
+    if (call->n == 0) return {};
+    SPMMD_CUDA_TRY(CheckPointers(*layer, *found, *call));
+    const ScopedDevice scope(layer->device->index);
+    SPMMD_CUDA_TRY(scope.status());
+    return spmmd::cuda::TuneDense(*layer, *call, Stream(stream));
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_dense_use_candidate(const spmmd_cuda_layer* layer, const spmmd_cuda_matmul* call,
+                                                 int32_t index) {
+  return Guard([&]() -> Status {
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(Resolve(layer, spmmd_cuda_find_kernel(spmmd::cuda::kDenseCublasLt.name), call, &found));
+    const ScopedDevice scope(layer->device->index);
+    SPMMD_CUDA_TRY(scope.status());
+    return spmmd::cuda::UseDenseCandidate(*layer, *call, index);
+  });
+}
+
+}  // extern "C"

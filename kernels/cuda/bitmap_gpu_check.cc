@@ -1,0 +1,54 @@
+// Proof that no kernel can leave a BITMAP_GPU layer's bytes, before they reach a device.
+#include <algorithm>
+#include <string>
+
+#include "kernels/cuda/internal.h"
+#include "kernels/format/bitmap_gpu_layout.h"
+
+namespace spmmd::cuda {
+
+Status ValidateBitmapGpu(const LayerDesc& desc) {
+  using namespace bitmap_gpu;  // NOLINT(google-build-using-namespace): the layout's constants, in this function only
+  const auto corrupt = [](const std::string& what) { return DataLoss("BITMAP_GPU " + what); };
+  if (desc.layout_version != kLayoutVersion) {
+    return corrupt("layout version " + std::to_string(desc.layout_version) + ", expected " +
+                   std::to_string(kLayoutVersion));
+  }
+  if (desc.dtype == kF32) return corrupt("dtype: fp32");
+  if (!IsChunkCols(desc.params[kParamChunkCols])) return corrupt("params: columns of a chunk are neither 128 nor 256");
+  const int chunk_cols = static_cast<int>(desc.params[kParamChunkCols]);
+  const int64_t max_bytes = desc.params[kParamMaxChunkBytes];
+  if (max_bytes < HeaderBytes(chunk_cols) || max_bytes > ChunkBytes(chunk_cols, kMaxStreamRow)) {
+    return corrupt("params: largest chunk of " + std::to_string(max_bytes) + " bytes is out of range");
+  }
+  const int64_t row_blocks = CeilDiv(desc.m, kChunkRows);
+  const int64_t col_blocks = CeilDiv(desc.k, chunk_cols);
+  const int64_t chunk_count = row_blocks * col_blocks;
+  const spmmd_cuda_section* chunks = FindSection(desc, kChunkSection);
+  const spmmd_cuda_section* offset_section = FindSection(desc, kOffsetSection);
+  if (chunks == nullptr) return corrupt("section chunks: missing");
+  if (offset_section == nullptr || offset_section->size != static_cast<uint64_t>(chunk_count + 1) * 4) {
+    return corrupt("section offsets: missing or not " + std::to_string((chunk_count + 1) * 4) + " bytes");
+  }
+  const auto* offsets = static_cast<const uint32_t*>(offset_section->data);
+  if (offsets[0] != 0 || uint64_t{offsets[chunk_count]} * 16 != chunks->size) {
+    return corrupt("section offsets: do not span the chunks");
+  }
+  int64_t nnz = 0;
+  for (int64_t c = 0; c < chunk_count; ++c) {
+    const uint64_t begin = uint64_t{offsets[c]} * 16;
+    const uint64_t end = uint64_t{offsets[c + 1]} * 16;
+    const auto rows = static_cast<int>(std::min<int64_t>(kChunkRows, desc.m - c / col_blocks * kChunkRows));
+    const auto cols = static_cast<int>(std::min<int64_t>(chunk_cols, desc.k - c % col_blocks * chunk_cols));
+    if (begin > end || end > chunks->size || end - begin > static_cast<uint64_t>(max_bytes) ||
+        !CheckChunk(static_cast<const uint8_t*>(chunks->data) + begin, end - begin, chunk_cols, rows, cols, &nnz)) {
+      return corrupt("chunk " + std::to_string(c) + ": would be decoded out of bounds");
+    }
+  }
+  if (nnz != desc.nnz) {
+    return corrupt("nnz: the chunks hold " + std::to_string(nnz) + ", the header says " + std::to_string(desc.nnz));
+  }
+  return {};
+}
+
+}  // namespace spmmd::cuda

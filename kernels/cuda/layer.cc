@@ -1,0 +1,148 @@
+// Layers on a device: checked, copied, owned.
+#include "kernels/cuda/layer.h"
+
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "kernels/cuda/internal.h"
+
+namespace spmmd::cuda {
+namespace {
+
+constexpr int64_t kMaxDim = int64_t{1} << 24;       // kernels/format/dense.h
+constexpr int64_t kMaxElements = int64_t{1} << 36;  // kernels/format/dense.h
+constexpr uint64_t kSectionAlignment = 256;
+constexpr uint64_t kTailBytes = 256;  // readable behind the last section, as behind every host Buffer
+
+std::string Number(int64_t value) { return std::to_string(value); }
+
+bool IsPitched(const LayerDesc& desc, const spmmd_cuda_section& section) {
+  return desc.format == kFormatDense && section.id == kDenseValuesSection;
+}
+
+uint64_t SizeOnDevice(const LayerDesc& desc, const spmmd_cuda_section& section) {
+  return IsPitched(desc, section) ? static_cast<uint64_t>(desc.m) * DensePitch(desc.k) * 2 : section.size;
+}
+
+}  // namespace
+
+const spmmd_cuda_section* FindSection(const LayerDesc& desc, uint32_t id) {
+  for (uint32_t i = 0; i < desc.num_sections; ++i) {
+    if (desc.sections[i].id == id) return &desc.sections[i];
+  }
+  return nullptr;
+}
+
+Status ValidateDense(const LayerDesc& desc) {
+  if (desc.dtype == kF32) return Unimplemented("dtype: fp32 weights are not executed on a GPU; use fp16 or bf16");
+  const spmmd_cuda_section* values = FindSection(desc, kDenseValuesSection);
+  const uint64_t want = static_cast<uint64_t>(desc.m) * static_cast<uint64_t>(desc.k) * ElementSize(desc.dtype);
+  if (values == nullptr || values->size != want) {
+    return DataLoss("DENSE section values: missing or not " + std::to_string(want) + " bytes");
+  }
+  return {};
+}
+
+Status CheckDesc(const LayerDesc& desc) {
+  if (desc.m < 1 || desc.m > kMaxDim) return InvalidArgument("m: " + Number(desc.m) + " is outside [1, 2^24]");
+  if (desc.k < 1 || desc.k > kMaxDim) return InvalidArgument("k: " + Number(desc.k) + " is outside [1, 2^24]");
+  if (desc.m * desc.k > kMaxElements) return InvalidArgument("m * k: exceeds 2^36");
+  if (desc.nnz < 0 || desc.nnz > desc.m * desc.k)
+    return InvalidArgument("nnz: " + Number(desc.nnz) + " is out of range");
+  if (desc.dtype < kF16 || desc.dtype > kF32) return InvalidArgument("dtype: unknown value " + Number(desc.dtype));
+  if (desc.num_sections > 64) return InvalidArgument("num_sections: more than 64");
+  if (desc.num_sections > 0 && desc.sections == nullptr) return InvalidArgument("sections: null");
+  for (uint32_t i = 0; i < desc.num_sections; ++i) {
+    const spmmd_cuda_section& section = desc.sections[i];
+    if (section.size > 0 && section.data == nullptr) {
+      return InvalidArgument("sections[" + std::to_string(i) + "].data: null");
+    }
+    if (section.size > uint64_t{1} << 44) return InvalidArgument("sections[" + std::to_string(i) + "].size: too large");
+    if (FindSection(desc, section.id) != &section) {
+      return DataLoss("section " + std::to_string(section.id) + ": appears twice");
+    }
+  }
+  return {};
+}
+
+uint64_t DeviceBytes(const LayerDesc& desc) {
+  uint64_t bytes = kTailBytes;
+  for (uint32_t i = 0; i < desc.num_sections; ++i) {
+    bytes += RoundUp(SizeOnDevice(desc, desc.sections[i]), kSectionAlignment);
+  }
+  return bytes;
+}
+
+Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const FormatHooks& hooks, spmmd_cuda_layer** out) {
+  SPMMD_CUDA_TRY(hooks.validate(desc));
+  const ScopedDevice scope(device->index);
+  SPMMD_CUDA_TRY(scope.status());
+  auto layer = std::make_unique<spmmd_cuda_layer>();
+  layer->device = device;
+  layer->format = desc.format;
+  layer->dtype = desc.dtype;
+  layer->m = desc.m;
+  layer->k = desc.k;
+  layer->nnz = desc.nnz;
+  std::memcpy(layer->params, desc.params, sizeof(layer->params));
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < desc.num_sections; ++i) {
+    const spmmd_cuda_section& section = desc.sections[i];
+    const uint64_t size = SizeOnDevice(desc, section);
+    layer->sections.push_back({section.id, bytes, size});
+    bytes += RoundUp(size, kSectionAlignment);
+  }
+  layer->block_bytes = bytes + kTailBytes;
+  if (Status status = FromCuda(cudaMalloc(reinterpret_cast<void**>(&layer->block), layer->block_bytes), "cudaMalloc");
+      !status.ok()) {
+    return {status.code(),
+            "layer needs " + std::to_string(layer->block_bytes) + " bytes of device memory: " + status.message()};
+  }
+  const auto fail = [&](Status status) {
+    cudaFree(layer->block);
+    return status;
+  };
+  if (Status status = FromCuda(cudaMemset(layer->block, 0, layer->block_bytes), "cudaMemset"); !status.ok()) {
+    return fail(std::move(status));
+  }
+  for (uint32_t i = 0; i < desc.num_sections; ++i) {
+    const spmmd_cuda_section& section = desc.sections[i];
+    if (section.size == 0) continue;
+    uint8_t* to = layer->block + layer->sections[i].offset;
+    const cudaError_t error =
+        IsPitched(desc, section)
+            ? cudaMemcpy2D(to, DensePitch(desc.k) * 2, section.data, static_cast<uint64_t>(desc.k) * 2,
+                           static_cast<uint64_t>(desc.k) * 2, static_cast<uint64_t>(desc.m), cudaMemcpyHostToDevice)
+            : cudaMemcpy(to, section.data, section.size, cudaMemcpyHostToDevice);
+    if (Status status = FromCuda(error, "cudaMemcpy of a section"); !status.ok()) return fail(std::move(status));
+  }
+  *out = layer.release();
+  return {};
+}
+
+Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out) {
+  const ScopedDevice scope(layer.device->index);
+  SPMMD_CUDA_TRY(scope.status());
+  auto copy = std::make_unique<spmmd_cuda_layer>(layer);
+  copy->block = nullptr;
+  SPMMD_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&copy->block), copy->block_bytes));
+  Status status = FromCuda(cudaMemcpy(copy->block, layer.block, layer.block_bytes, cudaMemcpyDeviceToDevice),
+                           "cudaMemcpy of a layer");
+  // Device-to-device copies return before they are done.
+  if (status.ok()) status = FromCuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  if (!status.ok()) {
+    cudaFree(copy->block);
+    return status;
+  }
+  *out = copy.release();
+  return {};
+}
+
+void FreeLayer(spmmd_cuda_layer* layer) {
+  const ScopedDevice scope(layer->device->index);
+  cudaFree(layer->block);
+  delete layer;
+}
+
+}  // namespace spmmd::cuda

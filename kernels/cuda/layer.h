@@ -1,0 +1,24 @@
+// Layers on a device: checked, copied, owned.
+#ifndef SPMMD_KERNELS_CUDA_LAYER_H_
+#define SPMMD_KERNELS_CUDA_LAYER_H_
+
+#include "kernels/cuda/internal.h"
+
+namespace spmmd::cuda {
+
+// What every format may assume: shapes and dtype in range, section pointers present, ids unique.
+Status CheckDesc(const LayerDesc& desc);
+uint64_t DeviceBytes(const LayerDesc& desc);
+// `desc` has passed CheckDesc.
+Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const FormatHooks& hooks, spmmd_cuda_layer** out);
+Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out);
+void FreeLayer(spmmd_cuda_layer* layer);
+
+// DENSE on a device: row pitch in elements. A multiple of 8 keeps every row 16-byte aligned, which cublasLt's
+// tensor-core kernels need; the padding is zero.
+inline uint64_t DensePitch(int64_t k) { return RoundUp(static_cast<uint64_t>(k), 8); }
+inline constexpr uint32_t kDenseValuesSection = 1;
+
+}  // namespace spmmd::cuda
+
+#endif  // SPMMD_KERNELS_CUDA_LAYER_H_

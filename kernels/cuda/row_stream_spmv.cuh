@@ -1,0 +1,508 @@
+// SpMV over row streams.
+//
+// A thread block of W warps computes one tile of R rows. Thread t owns piece t / R of row t % R and walks its slots in
+// lockstep with the other lanes of its warp: 16 slots a lane from one block, whose loads are 16, 8 or 4 bytes a lane
+// and coalesced. Activations are staged in shared memory once a tile; four run lengths become four shared-memory
+// addresses with one dp4a each, so a slot costs one dp4a, one 16-bit load, a conversion and an FFMA beside its share of
+// the decode: 6.0-6.4 instructions a slot verbatim, 7.2-7.8 coded. Partial sums of a row's pieces meet in shared
+// memory. No atomics, one launch, the same result every time.
+//
+// Bytes: the format's, plus K activations a tile from L2. Limiter: device memory at large shapes; at small ones the
+// fixed cost of a launch and of staging x before the first FFMA, which the first loads of the stream overlap.
+//
+// Coded bfloat16: a rebased word is a valid bfloat16 of tiny magnitude (exponent fields 0..3 or 0..7), so decoding is
+// byte permutes only. Activations are scaled by 2^64 while staged, row sums by 2^(base - 64) at the end; both exact.
+// Activations of 2^62 and more would overflow: a tile that meets one stages them unscaled instead.
+#ifndef SPMMD_KERNELS_CUDA_ROW_STREAM_SPMV_CUH_
+#define SPMMD_KERNELS_CUDA_ROW_STREAM_SPMV_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/epilogue.cuh"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/row_stream_spmv.h"
+
+namespace spmmd::cuda::row_stream_kernel {
+
+using row_stream::Coding;
+using row_stream::kBlockSlots;
+using row_stream::kWarpLanes;
+
+inline constexpr int kMaxThreads = row_stream::kMaxWarps * kWarpLanes;
+// Rounds of the escape list that travel to shared memory while the main loop runs; later rounds are read directly.
+inline constexpr int kEscapeRounds = 8;
+
+// The stream is read once: keep it out of L1.
+__device__ __forceinline__ uint4 LoadStream128(const uint8_t* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint2 LoadStream64(const uint8_t* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint32_t LoadStream32(const uint8_t* p) {
+  uint32_t v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint32_t LoadStream16(const uint8_t* p) {
+  uint16_t v;
+  asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+
+template <Coding kCoding, bool kBf16Weights, int kRunBits, int kTokens, bool kWideX>
+struct Traits {
+  static constexpr bool kCoded = kCoding != Coding::kVerbatim;
+  static constexpr int kBlockBytes = row_stream::BlockBytes(kCoding, kRunBits);
+  static constexpr int kElementBytes = kWideX ? 4 : 2;
+  // Tokens of one column lie side by side, three padded to four.
+  static constexpr int kSlotsPerColumn = kTokens == 3 ? 4 : kTokens;
+  static constexpr int kColumnBytes = kElementBytes * kSlotsPerColumn;
+};
+
+// What a lane holds of a block between its load and its use. Unused members cost nothing.
+struct LaneWords {
+  uint4 low;   // coded: 16 low bytes; verbatim: values 0..7
+  uint4 high;  // verbatim: values 8..15
+  uint32_t runs0;
+  uint32_t runs1;  // run_bits 4
+  uint32_t planes;
+  uint32_t third;
+};
+
+template <Coding kCoding, int kRunBits>
+__device__ __forceinline__ LaneWords LoadBlock(const uint8_t* block, int lane) {
+  LaneWords words;
+  words.low = LoadStream128(block + lane * 16);
+  if constexpr (kCoding == Coding::kVerbatim) {
+    words.high = LoadStream128(block + 512 + lane * 16);
+    if constexpr (kRunBits == 2) {
+      words.runs0 = LoadStream32(block + row_stream::RunOffset(kCoding, kRunBits, 0) + lane * 4);
+    } else {
+      const uint2 runs = LoadStream64(block + row_stream::RunOffset(kCoding, kRunBits, 0) + lane * 8);
+      words.runs0 = runs.x;
+      words.runs1 = runs.y;
+    }
+  } else {
+    if constexpr (kRunBits == 2) {
+      const uint2 both = LoadStream64(block + row_stream::PlaneOffset(kRunBits, 0) + lane * 8);
+      words.planes = both.x;
+      words.runs0 = both.y;
+    } else {
+      words.planes = LoadStream32(block + row_stream::PlaneOffset(kRunBits, 0) + lane * 4);
+      const uint2 runs = LoadStream64(block + row_stream::RunOffset(kCoding, kRunBits, 0) + lane * 8);
+      words.runs0 = runs.x;
+      words.runs1 = runs.y;
+    }
+    if constexpr (kCoding == Coding::kCode3) {
+      words.third = LoadStream16(block + row_stream::ThirdBitOffset(kRunBits, 0) + lane * 2);
+    }
+  }
+  return words;
+}
+
+template <bool kBf16>
+__device__ __forceinline__ float2 Widen2(uint32_t pair) {
+  if constexpr (kBf16) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
+}
+template <bool kBf16>
+__device__ __forceinline__ float Widen(uint32_t bits) {
+  if constexpr (kBf16) {
+    return __uint_as_float(bits << 16);
+  } else {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  }
+}
+
+// x[token] of the column at `address` (shared memory), widened.
+template <bool kBf16, int kTokens, bool kWideX>
+__device__ __forceinline__ void LoadX(uint32_t address, float (&x)[kTokens]) {
+  if constexpr (kWideX) {
+    if constexpr (kTokens == 1) {
+      x[0] = __uint_as_float(LoadShared32(address));
+    } else if constexpr (kTokens == 2) {
+      const uint2 v = LoadShared64(address);
+      x[0] = __uint_as_float(v.x);
+      x[1] = __uint_as_float(v.y);
+    } else {
+      const uint4 v = LoadShared128(address);
+      x[0] = __uint_as_float(v.x);
+      x[1] = __uint_as_float(v.y);
+      x[2] = __uint_as_float(v.z);
+    }
+  } else {
+    if constexpr (kTokens == 1) {
+      x[0] = Widen<kBf16>(LoadShared16(address));
+    } else if constexpr (kTokens == 2) {
+      const float2 v = Widen2<kBf16>(LoadShared32(address));
+      x[0] = v.x;
+      x[1] = v.y;
+    } else {
+      const uint2 v = LoadShared64(address);
+      const float2 low = Widen2<kBf16>(v.x);
+      x[0] = low.x;
+      x[1] = low.y;
+      x[2] = Widen<kBf16>(v.y);
+    }
+  }
+}
+
+// Sixteen slots. `cursor` is the shared-memory address of the first column not yet passed. Two sums when there is one
+// token, so that its FFMAs do not wait for each other.
+template <typename T, Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX>
+__device__ __forceinline__ void Accumulate(const LaneWords& words, uint32_t& cursor, float (&sum)[2][kTokens]) {
+  constexpr uint32_t kStep = T::kColumnBytes;
+  const uint32_t value[8] = {words.low.x,  words.low.y,  words.low.z,  words.low.w,
+                             words.high.x, words.high.y, words.high.z, words.high.w};
+  uint32_t third = 0;
+  if constexpr (kCoding == Coding::kCode3) third = words.third * 0x00100001u;  // bits 0..15 again at 20..31
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    uint32_t runs;
+    if constexpr (kRunBits == 2) {
+      runs = (words.runs0 >> (2 * q)) & 0x03030303u;
+    } else {
+      const uint32_t half = q < 2 ? words.runs0 : words.runs1;
+      runs = ((q & 1) != 0 ? half >> 4 : half) & 0x0f0f0f0fu;
+    }
+    uint32_t address[4];
+    address[0] = __dp4a(runs, kStep, cursor);
+    address[1] = __dp4a(runs, kStep * 0x0101u, cursor);
+    address[2] = __dp4a(runs, kStep * 0x010101u, cursor);
+    address[3] = __dp4a(runs, kStep * 0x01010101u, cursor);
+    uint32_t pair[2];
+    if constexpr (kCoding == Coding::kVerbatim) {
+      pair[0] = value[2 * q];
+      pair[1] = value[2 * q + 1];
+    } else {
+      uint32_t high = __funnelshift_r(words.planes, words.planes, 2 * q) & 0x81818181u;
+      if constexpr (kCoding == Coding::kCode3) high |= (third >> (3 + q)) & 0x02020202u;
+      pair[0] = __byte_perm(value[q], high, 0x5140);
+      pair[1] = __byte_perm(value[q], high, 0x7362);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 w = Widen2<kBf16>(pair[half]);
+      float x[2][kTokens];
+      LoadX<kBf16, kTokens, kWideX>(address[2 * half] + (2 * half) * kStep, x[0]);
+      LoadX<kBf16, kTokens, kWideX>(address[2 * half + 1] + (2 * half + 1) * kStep, x[1]);
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        sum[0][n] = fmaf(w.x, x[0][n], sum[0][n]);
+        sum[kTokens == 1 ? 1 : 0][n] = fmaf(w.y, x[1][n], sum[kTokens == 1 ? 1 : 0][n]);
+      }
+    }
+    cursor = address[3] + 4 * kStep;
+  }
+}
+
+__device__ __forceinline__ float LoadActivation(const void* x, int32_t dtype, int64_t at) {
+  if (dtype == kF32) return __ldg(static_cast<const float*>(x) + at);
+  if (dtype == kF16) return __half2float(__ldg(static_cast<const __half*>(x) + at));
+  return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(x) + at));
+}
+
+inline constexpr float kStagedScale = 0x1p64f;
+inline constexpr int kStagedExponent = 64;
+inline constexpr float kLargestScaled = 0x1p62f;
+inline constexpr uint32_t kLargestScaledBf16 = (127 + 62) << 7;
+
+// Copies `columns` activations of every token, from column `first`, to shared memory and zeroes the padding behind
+// them. Coded layers get them times 2^64 when `scaled`; returns whether one was too large for that.
+template <typename T, bool kBf16, int kTokens, bool kWideX>
+__device__ __forceinline__ bool StageX(const RowStreamArgs& args, int first, int columns, uint8_t* staged,
+                                       bool scaled) {
+  bool too_large = false;
+  if constexpr (!kWideX && kTokens == 1) {
+    const uint16_t* x = static_cast<const uint16_t*>(args.x) + first;
+    int k = 0;
+    if ((reinterpret_cast<uintptr_t>(x) & 15) == 0) {
+      const int vectors = columns / 8;
+#pragma unroll 2
+      for (int i = static_cast<int>(threadIdx.x); i < vectors; i += static_cast<int>(blockDim.x)) {
+        uint4 v = __ldg(reinterpret_cast<const uint4*>(x) + i);
+        if constexpr (T::kCoded) {
+          auto* pairs = reinterpret_cast<__nv_bfloat162*>(&v);
+#pragma unroll
+          for (int p = 0; p < 4; ++p) {
+            const uint32_t bits = *reinterpret_cast<const uint32_t*>(&pairs[p]);
+            too_large |= (bits & 0x7fffu) >= kLargestScaledBf16 || (bits >> 16 & 0x7fffu) >= kLargestScaledBf16;
+            if (scaled) pairs[p] = __hmul2(pairs[p], __float2bfloat162_rn(kStagedScale));
+          }
+        }
+        reinterpret_cast<uint4*>(staged)[i] = v;
+      }
+      k = vectors * 8;
+    }
+    for (k += static_cast<int>(threadIdx.x); k < args.staged_columns; k += static_cast<int>(blockDim.x)) {
+      uint16_t bits = k < columns ? __ldg(x + k) : uint16_t{0};
+      if constexpr (T::kCoded) {
+        too_large |= (bits & 0x7fffu) >= kLargestScaledBf16;
+        if (scaled) bits = __bfloat16_as_ushort(__hmul(__ushort_as_bfloat16(bits), __float2bfloat16_rn(kStagedScale)));
+      }
+      reinterpret_cast<uint16_t*>(staged)[k] = bits;
+    }
+  } else {
+#pragma unroll 4
+    for (int k = static_cast<int>(threadIdx.x); k < args.staged_columns; k += static_cast<int>(blockDim.x)) {
+      float value[T::kSlotsPerColumn] = {};
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        if (k < columns) value[n] = LoadActivation(args.x, args.x_dtype, n * args.x_stride + first + k);
+        if constexpr (T::kCoded) {
+          too_large |= !(fabsf(value[n]) < kLargestScaled);
+          if (scaled) value[n] *= kStagedScale;
+        }
+      }
+      if constexpr (kWideX) {
+        if constexpr (kTokens == 1) {
+          reinterpret_cast<float*>(staged)[k] = value[0];
+        } else if constexpr (kTokens == 2) {
+          reinterpret_cast<float2*>(staged)[k] = make_float2(value[0], value[1]);
+        } else {
+          reinterpret_cast<float4*>(staged)[k] = make_float4(value[0], value[1], value[2], 0.f);
+        }
+      } else {
+        uint16_t bits[T::kSlotsPerColumn] = {};
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {  // exact: the value came from this type, or is a power of two times it
+          bits[n] =
+              kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value[n])) : __half_as_ushort(__float2half_rn(value[n]));
+        }
+        if constexpr (kTokens == 2) {
+          reinterpret_cast<uint32_t*>(staged)[k] = bits[0] | static_cast<uint32_t>(bits[1]) << 16;
+        } else {
+          reinterpret_cast<uint2*>(staged)[k] =
+              make_uint2(bits[0] | static_cast<uint32_t>(bits[1]) << 16, bits[2 % T::kSlotsPerColumn]);
+        }
+      }
+    }
+  }
+  return too_large;
+}
+
+template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX, int kDepth, int kOccupancy>
+__global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const __grid_constant__ RowStreamArgs args) {
+  using T = Traits<kCoding, kBf16, kRunBits, kTokens, kWideX>;
+  extern __shared__ __align__(16) uint8_t shared[];
+  const int threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarpLanes;
+  const int warp = thread / kWarpLanes;
+  const int warps = threads / kWarpLanes;
+  // Shared memory: partial sums [token][thread], activations, escape rounds [warp][round][lane].
+  float* partial = reinterpret_cast<float*>(shared);
+  uint8_t* staged = shared + threads * kTokens * 4;
+
+  int g = 0;
+  while (g + 1 < args.layers && blockIdx.x >= args.layer[g + 1].first_tile) ++g;
+  const RowStreamLayerArgs& layer = args.layer[g];
+  const uint32_t row_tile = blockIdx.x - layer.first_tile;
+  const int rows = layer.rows_per_tile;
+
+  // Loaded ahead: the epilogue should not wait for device memory.
+  int out_row = -1;
+  float bias = 0.f;
+  if (thread < rows) {
+    const uint32_t position = row_tile * static_cast<uint32_t>(rows) + static_cast<uint32_t>(thread);
+    if (layer.row_order != nullptr) {
+      const uint32_t row = __ldg(layer.row_order + position);
+      out_row = row == row_stream::kNoRow ? -1 : static_cast<int>(row);
+    } else {
+      out_row = position < static_cast<uint32_t>(layer.m) ? static_cast<int>(position) : -1;
+    }
+    if (layer.bias != nullptr && out_row >= 0) bias = __ldg(layer.bias + out_row);
+  }
+
+  float total[kTokens] = {};
+  for (int segment = 0; segment < args.segments; ++segment) {
+    const int64_t tile = static_cast<int64_t>(row_tile) * args.segments + segment;
+    int blocks = layer.uniform_blocks;
+    int64_t first_block = tile * warps * blocks;
+    row_stream::TileHeader header = {};
+    if (blocks == 0 || T::kCoded) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(layer.tiles + tile));
+      header = {words.x, words.y, words.z, words.w};
+    }
+    if (blocks == 0) {
+      blocks = static_cast<int>(header.blocks);
+      first_block = header.first_block;
+    }
+    const uint8_t* block = layer.stream + (first_block + static_cast<int64_t>(warp) * blocks) * T::kBlockBytes;
+    LaneWords words[kDepth];
+#pragma unroll
+    for (int j = 0; j < kDepth; ++j) {
+      if (j < blocks) words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+    }
+    const uint32_t start = __ldg(layer.starts + tile * threads + thread);
+    int base = 0;
+    if constexpr (T::kCoded) base = __ldg(layer.bases + tile * rows + thread % rows);
+
+    if (segment == 0) {
+      WaitForPrerequisites();
+    } else {
+      __syncthreads();  // every warp is done with the last segment's activations
+    }
+    const int first = segment * args.segment_columns;
+    const int columns = min(args.segment_columns, args.k - first);
+    int exponent = kStagedExponent;
+    if constexpr (T::kCoded) {
+      if (__syncthreads_or(StageX<T, kBf16, kTokens, kWideX>(args, first, columns, staged, true))) {
+        exponent = 0;
+        StageX<T, kBf16, kTokens, kWideX>(args, first, columns, staged, false);
+        __syncthreads();
+      }
+    } else {
+      StageX<T, kBf16, kTokens, kWideX>(args, first, columns, staged, false);
+      __syncthreads();
+    }
+
+    const uint32_t x_base = SharedAddress(staged);
+    uint32_t cursor = x_base + start * T::kColumnBytes;
+    uint32_t escape_slots = 0;
+    int escape_rounds = 0;
+    const uint32_t* escapes = nullptr;
+    if constexpr (T::kCoded) {
+      escape_rounds = (static_cast<int>(header.escape_units) - warp + warps - 1) / warps;
+      escapes = layer.escapes + (static_cast<int64_t>(header.first_escape_unit) + warp) * kWarpLanes + lane;
+      escape_slots = x_base + static_cast<uint32_t>(args.staged_columns * T::kColumnBytes) +
+                     static_cast<uint32_t>((warp * kEscapeRounds * kWarpLanes + lane) * 4);
+      const int prefetched = min(escape_rounds, kEscapeRounds);
+      for (int i = 0; i < prefetched; ++i) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(escape_slots + i * kWarpLanes * 4),
+                     "l"(escapes + static_cast<int64_t>(i) * warps * kWarpLanes)
+                     : "memory");
+      }
+    }
+
+    float sum[2][kTokens] = {};
+    int left = blocks - 2 * kDepth;
+    block += kDepth * T::kBlockBytes;
+    // Whole rounds carry no predicates: use block j, refill it.
+#pragma unroll 1
+    for (; left >= 0; left -= kDepth) {
+#pragma unroll
+      for (int j = 0; j < kDepth; ++j) {
+        Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
+        words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+      }
+      block += kDepth * T::kBlockBytes;
+    }
+    left += 2 * kDepth;  // blocks not yet used, the first kDepth of them loaded
+#pragma unroll
+    for (int j = 0; j < kDepth; ++j) {
+      if (j < left) {
+        Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
+        if (kDepth + j < left) words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kDepth - 1; ++j) {
+      if (kDepth + j < left) Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
+    }
+    if (segment + 1 == args.segments) TriggerDependents();
+
+    if constexpr (T::kCoded) {
+      float escaped[kTokens] = {};
+      const float unscale = exponent == 0 ? 1.f : 1.f / kStagedScale;
+      const auto apply = [&](uint32_t entry) {
+        float x[kTokens];
+        LoadX<kBf16, kTokens, kWideX>(x_base + (entry >> 16) * T::kColumnBytes, x);
+        const float w = __uint_as_float(entry << 16);
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) escaped[n] = fmaf(w, x[n] * unscale, escaped[n]);
+      };
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      for (int i = 0; i < min(escape_rounds, kEscapeRounds); ++i) {
+        apply(LoadShared32(escape_slots + static_cast<uint32_t>(i * kWarpLanes * 4)));
+      }
+      for (int i = kEscapeRounds; i < escape_rounds; i += 4) {
+        uint32_t entry[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          entry[j] = i + j < escape_rounds ? __ldg(escapes + static_cast<int64_t>(i + j) * warps * kWarpLanes) : 0u;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) apply(entry[j]);
+      }
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) {
+        const float row_sum = kTokens == 1 ? sum[0][n] + sum[1][n] : sum[0][n];
+        total[n] += ldexpf(row_sum, base - exponent) + escaped[n];
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kTokens; ++n) total[n] += kTokens == 1 ? sum[0][n] + sum[1][n] : sum[0][n];
+    }
+  }
+
+#pragma unroll
+  for (int n = 0; n < kTokens; ++n) partial[n * threads + thread] = total[n];
+  __syncthreads();
+  if (thread < rows && out_row >= 0) {
+    const Epilogue epilogue = {layer.y, nullptr, layer.y_stride, layer.y_dtype, layer.activation};
+#pragma unroll
+    for (int n = 0; n < kTokens; ++n) {
+      float y = 0.f;
+      const float* column = partial + n * threads + thread;
+#pragma unroll 4
+      for (int p = 0; p < layer.pieces; ++p) y += column[p * rows];
+      StoreOutput(epilogue, n, out_row, y + bias);
+    }
+  }
+}
+
+template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX>
+const void* PickVariant(RowStreamVariant variant) {
+  if constexpr (kTokens == 1 && !kWideX) {
+    if (variant == RowStreamVariant::kDepth3Occupancy2) {
+      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, 3, 2>);
+    }
+    if (variant == RowStreamVariant::kDepth4Occupancy2) {
+      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, 4, 2>);
+    }
+    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, 2, 3>);
+  } else {
+    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, 2, 2>);
+  }
+}
+
+template <Coding kCoding, bool kBf16>
+const void* PickKernel(const RowStreamKernelKey& key) {
+  const auto by_width = [&]<int kRunBits, int kTokens>() {
+    return key.wide_x ? PickVariant<kCoding, kBf16, kRunBits, kTokens, true>(key.variant)
+                      : PickVariant<kCoding, kBf16, kRunBits, kTokens, false>(key.variant);
+  };
+  const auto by_tokens = [&]<int kRunBits>() -> const void* {
+    switch (key.tokens) {
+      case 1:
+        return by_width.template operator()<kRunBits, 1>();
+      case 2:
+        return by_width.template operator()<kRunBits, 2>();
+      case 3:
+        return by_width.template operator()<kRunBits, 3>();
+      default:
+        return nullptr;
+    }
+  };
+  if (key.coding != kCoding || key.bf16 != kBf16) return nullptr;
+  return key.run_bits == 2 ? by_tokens.template operator()<2>() : by_tokens.template operator()<4>();
+}
+
+}  // namespace spmmd::cuda::row_stream_kernel
+
+#endif  // SPMMD_KERNELS_CUDA_ROW_STREAM_SPMV_CUH_

@@ -1,0 +1,9 @@
+#include "kernels/cuda/row_stream_spmv.cuh"
+
+namespace spmmd::cuda {
+
+const void* RowStreamKernelBf16(const RowStreamKernelKey& key) {
+  return row_stream_kernel::PickKernel<row_stream::Coding::kVerbatim, true>(key);
+}
+
+}  // namespace spmmd::cuda

@@ -1,0 +1,9 @@
+#include "kernels/cuda/row_stream_spmv.cuh"
+
+namespace spmmd::cuda {
+
+const void* RowStreamKernelCode2(const RowStreamKernelKey& key) {
+  return row_stream_kernel::PickKernel<row_stream::Coding::kCode2, true>(key);
+}
+
+}  // namespace spmmd::cuda
