@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes tests/data/compressed_tensors/: small checkpoints as the compressed-tensors library itself writes them.
 
-Run once, by hand; the files are checked in. It needs compressed-tensors 0.13.0, the last release line with the sparse
-compressors (0.14 and later can only refuse such checkpoints), plus torch, safetensors, numpy and ml_dtypes.
+Run once, by hand; the files are checked in. It needs compressed-tensors 0.13.0 (0.20 no longer has the sparse
+compressors), torch (2.15.0 was used), safetensors 0.8.0, numpy 2.4.6 and ml_dtypes 0.6.0.
 
   dense.safetensors              the weights as they are ("dense-saved")
   sparse_bitmask.safetensors     the same weights through BitmaskCompressor
@@ -17,8 +17,7 @@ import pathlib
 import ml_dtypes
 import numpy as np
 import torch
-from compressed_tensors.compressors import Sparse24BitMaskCompressor
-from compressed_tensors.compressors import BitmaskCompressor
+from compressed_tensors.compressors import BitmaskCompressor, Sparse24BitMaskCompressor
 from compressed_tensors.config import BitmaskConfig, Sparse24BitMaskConfig
 from safetensors.torch import save_file
 
@@ -57,11 +56,15 @@ def main() -> None:
     save_file({**sparse, **structured, **bias}, OUT / "dense.safetensors", metadata={"format": "pt"})
 
     bitmask = BitmaskCompressor(config=BitmaskConfig()).compress({**sparse, **bias})
-    save_file({k: v.contiguous() for k, v in bitmask.items()}, OUT / "sparse_bitmask.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in bitmask.items()}, OUT / "sparse_bitmask.safetensors", metadata={"format": "pt"}
+    )
     bitmask24 = Sparse24BitMaskCompressor(config=Sparse24BitMaskConfig(sparsity_structure="2:4")).compress(structured)
-    save_file({k: v.contiguous() for k, v in bitmask24.items()}, OUT / "sparse_24_bitmask.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in bitmask24.items()},
+        OUT / "sparse_24_bitmask.safetensors",
+        metadata={"format": "pt"},
+    )
 
     names = sorted(bitmask)
     shards = [names[: len(names) // 2], names[len(names) // 2 :]]  # cuts through one layer's parts
