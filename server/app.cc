@@ -1,0 +1,198 @@
+#include "server/app.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/base/thread_pool.h"
+#include "server/device/cpu_device.h"
+#include "server/log/log.h"
+#include "server/rpc/credentials.h"
+#include "server/rpc/endpoint.h"
+#include "server/version.h"
+
+namespace spmmd::server {
+namespace {
+
+// What this process may use: the host's memory, or less in a container.
+uint64_t UsableMemory() {
+  uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
+    uint64_t limit = 0;
+    if (std::ifstream in(file); in >> limit && limit > 0) bytes = std::min(bytes, limit);
+  }
+  return bytes;
+}
+
+// When the certificate that is served expires; read at every scrape, so that a rotation shows.
+class TlsMetrics final : public prometheus::Collectable {
+ public:
+  explicit TlsMetrics(std::string cert_file) : cert_file_(std::move(cert_file)) {}
+
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    const auto expiry = CertificateExpiry(cert_file_);
+    if (!expiry.ok()) return {};  // absent, not zero
+    prometheus::ClientMetric metric;
+    metric.gauge.value = static_cast<double>(absl::ToUnixSeconds(*expiry));
+    return {{"spmmd_tls_cert_expiry_timestamp_seconds",
+             "When the server's certificate expires, in Unix time",
+             prometheus::MetricType::Gauge,
+             {metric}}};
+  }
+
+ private:
+  const std::string cert_file_;
+};
+
+}  // namespace
+
+App::App(Options options) : options_(std::move(options)) {}
+
+absl::StatusOr<std::unique_ptr<App>> App::Start(const Options& options) {
+  std::unique_ptr<App> app(new App(options));
+  SPMMD_RETURN_IF_ERROR(app->Init());
+  return app;
+}
+
+absl::Status App::Init() {
+  SetDefaultThreads(options_.cpu_threads);
+  metrics_ = std::make_shared<Metrics>();
+  SPMMD_RETURN_IF_ERROR(StartDevices());
+  metrics_->SetBuildInfo(Version(), Revision(), backend_);
+
+  std::vector<Device*> devices;
+  for (const auto& device : devices_) devices.push_back(device.get());
+  LayerCatalog::Options catalog;
+  catalog.model_repository = options_.model_repository;
+  catalog.max_chunk_bytes = options_.max_chunk_bytes;
+  catalog_ = std::make_unique<LayerCatalog>(std::move(catalog), std::move(devices), metrics_.get());
+  Engine::Options engine;
+  engine.max_tokens = options_.max_tokens;
+  engine.max_programs = options_.max_programs;
+  engine_ = std::make_unique<Engine>(engine, catalog_.get(), metrics_.get());
+
+  if (!options_.auth_token_file.empty()) {
+    auto auth = AuthTokens::Open(options_.auth_token_file, options_.tls_reload_interval);
+    if (!auth.ok()) {
+      return {auth.status().code(), absl::StrCat("--auth-token-file: ", auth.status().message())};
+    }
+    auth_ = *std::move(auth);
+    const bool plain_tcp = options_.tls_cert.empty() && !std::ranges::all_of(options_.listen, IsUnix);
+    if (plain_tcp) LogWarning("tokens travel in the clear: --auth-token-file without --tls-cert");
+  }
+  blocking_ = std::make_unique<BlockingRunner>();
+  rpc_.engine = engine_.get();
+  rpc_.catalog = catalog_.get();
+  rpc_.metrics = metrics_.get();
+  rpc_.auth = auth_.get();
+  rpc_.blocking = blocking_.get();
+  rpc_.limits.max_message_bytes = options_.max_message_bytes;
+  rpc_.limits.max_uploads = options_.max_uploads;
+  rpc_.limits.max_stream_in_flight = options_.max_stream_in_flight;
+  rpc_.version = Version();
+  rpc_.revision = Revision();
+  rpc_.backend = backend_;
+  SPMMD_RETURN_IF_ERROR(StartMetricsEndpoint());
+  SPMMD_ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start(options_, &rpc_));
+  return absl::OkStatus();
+}
+
+absl::Status App::StartDevices() {
+  if (options_.backend == BackendChoice::kCuda) {
+    return absl::FailedPreconditionError("--backend=cuda: this build has no CUDA backend");
+  }
+  backend_ = "cpu";
+  DeviceOptions device;
+  device.memory_limit_bytes =
+      static_cast<uint64_t>(static_cast<double>(UsableMemory()) * options_.device_memory_fraction);
+  device.queue.max_depth = options_.max_queue_depth;
+  device.queue.max_bytes = options_.max_queue_bytes;
+  devices_.push_back(std::make_unique<CpuDevice>(device, metrics_.get()));
+  return absl::OkStatus();
+}
+
+absl::Status App::StartMetricsEndpoint() {
+  if (options_.metrics_listen.empty()) return absl::OkStatus();
+  try {
+    exposer_ = std::make_unique<prometheus::Exposer>(options_.metrics_listen);
+  } catch (const std::exception&) {
+    // Its text speaks of a null context; the bind tells the cause.
+    return absl::UnavailableError(absl::StrCat("--metrics-listen: ", ExplainBindFailure(options_.metrics_listen)));
+  }
+  exposer_->RegisterCollectable(metrics_);
+  if (!options_.tls_cert.empty()) {
+    tls_metrics_ = std::make_shared<TlsMetrics>(options_.tls_cert);
+    exposer_->RegisterCollectable(tls_metrics_);
+  }
+  const std::vector<int> ports = exposer_->GetListeningPorts();
+  metrics_address_ = WithPort(options_.metrics_listen, ports.empty() ? 0 : ports.front());
+  return absl::OkStatus();
+}
+
+absl::Status App::LoadAndServe() {
+  const absl::Time started = absl::Now();
+  for (const auto& spec : options_.layers) {
+    const auto named = [&](const absl::Status& status) {
+      return absl::Status(status.code(), absl::StrCat("layer '", spec.name(), "': ", status.message()));
+    };
+    auto upload = catalog_->Begin(spec);
+    if (!upload.ok()) return named(upload.status());
+    auto layer = (*upload)->Finish();
+    if (!layer.ok()) return named(layer.status());
+    LogInfo("layer loaded", {{"layer", spec.name()},
+                             {"format", pb::Format_Name(layer->format())},
+                             {"bytes", layer->bytes()},
+                             {"reason", layer->format_reason()}});
+  }
+  if (!options_.layers.empty()) {
+    LogInfo("layers loaded",
+            {{"count", options_.layers.size()}, {"seconds", absl::ToDoubleSeconds(absl::Now() - started)}});
+  }
+  rpc_server_->SetServing();
+  return absl::OkStatus();
+}
+
+bool App::Drain() {
+  rpc_server_->SetNotServing();
+  LogInfo("draining", {{"delay_seconds", absl::ToDoubleSeconds(options_.drain_delay)},
+                       {"timeout_seconds", absl::ToDoubleSeconds(options_.drain_timeout)}});
+  absl::SleepFor(options_.drain_delay);
+  const bool clean = rpc_server_->Drain(options_.drain_timeout);
+  if (clean) {
+    LogInfo("drained");
+  } else {
+    LogWarning("drain timeout: calls in flight were cancelled");
+  }
+  return clean;
+}
+
+App::~App() {
+  // Against the order of dependence: nothing may call what is gone.
+  exposer_.reset();
+  rpc_server_.reset();
+  blocking_.reset();
+  engine_.reset();
+  catalog_.reset();
+  devices_.clear();
+}
+
+std::string App::ReadyLine() const {
+  return absl::StrCat("spmmd ready grpc=", absl::StrJoin(rpc_server_->addresses(), ","), " metrics=", metrics_address_,
+                      " backend=", backend_, " devices=", devices_.size());
+}
+
+}  // namespace spmmd::server

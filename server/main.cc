@@ -1,0 +1,133 @@
+// spmmd: see server/README.md.
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <variant>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "server/app.h"
+#include "server/config/options.h"
+#include "server/log/log.h"
+#include "server/rpc/server.h"
+#include "server/version.h"
+
+namespace spmmd::server {
+namespace {
+
+constexpr int kExitFailure = 1;
+constexpr int kExitUsage = 2;
+
+// Leaves without running destructors: gRPC's poller can hold up a normal exit for ten seconds, and there is nothing
+// left to save.
+[[noreturn]] void Leave(int code) {
+  std::cout.flush();
+  std::fflush(stdout);
+  FlushLog();
+  std::_Exit(code);
+}
+
+[[noreturn]] void Fail(int code, const std::string& message) {
+  std::fprintf(stderr, "spmmd: %s\n", message.c_str());
+  Leave(code);
+}
+
+// SIGTERM and SIGINT: while the server starts, the end; the first one later, a drain; the second one, the end at once.
+class Signals {
+ public:
+  // Before any other thread exists, so that all inherit the mask.
+  Signals() {
+    sigemptyset(&set_);
+    sigaddset(&set_, SIGTERM);
+    sigaddset(&set_, SIGINT);
+    pthread_sigmask(SIG_BLOCK, &set_, nullptr);
+    std::signal(SIGPIPE, SIG_IGN);
+    std::thread([this] { Loop(); }).detach();
+  }
+
+  // From here on a signal means a drain.
+  void Serving() { serving_.store(true); }
+  void Wait() { stop_.WaitForNotification(); }
+
+ private:
+  [[noreturn]] void Loop() {
+    Next();
+    // Nothing is served yet, and layers that are half loaded are nobody's.
+    if (!serving_.load()) Leave(EXIT_SUCCESS);
+    stop_.Notify();
+    Next();
+    LogWarning("second signal: leaving without a drain");
+    Leave(kExitFailure);
+  }
+
+  void Next() {
+    int signal = 0;
+    sigwait(&set_, &signal);
+    LogInfo("signal received", {{"signal", signal}});
+  }
+
+  sigset_t set_{};
+  std::atomic<bool> serving_{false};
+  absl::Notification stop_;
+};
+
+int CheckHealth(const HealthCheck& command) {
+  const absl::Status status = ProbeHealth(command.address, command.timeout);
+  if (status.ok()) {
+    std::printf("SERVING\n");
+    return EXIT_SUCCESS;
+  }
+  std::fprintf(stderr, "spmmd: %s\n", std::string(status.message()).c_str());
+  return kExitFailure;
+}
+
+LogLevel LevelOf(const std::string& name) {
+  if (name == "debug") return LogLevel::kDebug;
+  if (name == "warning") return LogLevel::kWarning;
+  if (name == "error") return LogLevel::kError;
+  return LogLevel::kInfo;
+}
+
+[[noreturn]] void Serve(const Options& options) {
+  InitLog(LevelOf(options.log_level), options.log_format == "json" ? LogFormat::kJson : LogFormat::kText);
+  auto* const signals = new Signals;  // lives as long as the process: its thread is never joined
+  RouteGrpcLog();
+
+  auto app = App::Start(options);
+  if (!app.ok()) Fail(kExitFailure, std::string(app.status().message()));
+  if (const absl::Status status = (*app)->LoadAndServe(); !status.ok()) {
+    Fail(kExitFailure, std::string(status.message()));
+  }
+  signals->Serving();
+  std::printf("%s\n", (*app)->ReadyLine().c_str());
+  std::fflush(stdout);
+  signals->Wait();
+  (*app)->Drain();
+  Leave(EXIT_SUCCESS);
+}
+
+int Main(int argc, const char* const* argv) {
+  auto command = ParseCommandLine(argc, argv, Version());
+  if (!command.ok()) Fail(kExitUsage, std::string(command.status().message()));
+  if (const auto* print = std::get_if<PrintAndExit>(&*command)) {
+    std::fputs(print->text.c_str(), stdout);
+    return EXIT_SUCCESS;
+  }
+  if (const auto* check = std::get_if<HealthCheck>(&*command)) Leave(CheckHealth(*check));
+  Serve(std::get<Options>(*command));
+}
+
+}  // namespace
+}  // namespace spmmd::server
+
+int main(int argc, char** argv) { return spmmd::server::Main(argc, argv); }

@@ -1,0 +1,60 @@
+// What the services share.
+#ifndef SPMMD_SERVER_RPC_CONTEXT_H_
+#define SPMMD_SERVER_RPC_CONTEXT_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/synchronization/mutex.h"
+#include "server/catalog/catalog.h"
+#include "server/engine/engine.h"
+#include "server/metrics/metrics.h"
+#include "server/rpc/auth.h"
+#include "server/rpc/blocking_runner.h"
+
+namespace spmmd::server {
+
+// A call without an end of its own, told when the server drains.
+class DrainableCall {
+ public:
+  virtual ~DrainableCall() = default;
+  virtual void BeginDrain() = 0;
+};
+
+struct RpcLimits {
+  uint64_t max_message_bytes = uint64_t{64} << 20;
+  int max_uploads = 16;
+  int max_stream_in_flight = 64;
+  // Unregister, Pin, Warm and Benchmark calls that may block at once.
+  int max_blocking_calls = 64;
+};
+
+enum class ServingState { kStarting, kServing, kDraining };
+
+struct RpcContext {
+  Engine* engine = nullptr;
+  LayerCatalog* catalog = nullptr;
+  Metrics* metrics = nullptr;
+  AuthTokens* auth = nullptr;  // null: every call is allowed
+  BlockingRunner* blocking = nullptr;
+  RpcLimits limits;
+  std::string version;
+  std::string revision;
+  std::string backend;
+
+  std::atomic<ServingState> state{ServingState::kStarting};
+  std::atomic<int> uploads{0};
+  std::atomic<int> blocking_calls{0};
+  // Calls that have arrived and whose answer has not been handed to the network.
+  std::atomic<int> calls{0};
+
+  absl::Mutex streams_mutex;
+  absl::flat_hash_set<DrainableCall*> streams ABSL_GUARDED_BY(streams_mutex);
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_RPC_CONTEXT_H_

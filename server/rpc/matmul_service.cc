@@ -1,0 +1,140 @@
+#include "server/rpc/matmul_service.h"
+
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "grpcpp/grpcpp.h"
+#include "server/errors.h"
+#include "server/rpc/execute_stream.h"
+#include "server/rpc/unary_call.h"
+
+namespace spmmd::server {
+namespace {
+
+class ExecuteCall final : public UnaryCall<pb::ExecuteRequest, pb::ExecuteResponse> {
+ public:
+  using UnaryCall::UnaryCall;
+
+  // Called by the method's handler. gRPC delivers neither OnCancel nor OnDone before the handler has returned the
+  // reactor, so `call_` is set by then.
+  void Run() {
+    call_ = scope().rpc().engine->Execute(request(), response(), scope().deadline(),
+                                          [this](absl::Status status) { End(std::move(status)); });
+  }
+
+  void OnCancel() override { scope().rpc().engine->Cancel(call_); }
+
+ private:
+  Engine::Call call_;
+};
+
+absl::Status NotYet(std::string_view what) {
+  return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
+                   std::string(what) + " is not implemented by this version of spmmd");
+}
+
+}  // namespace
+
+Method SparseMatmulService::MakeMethod(std::string_view name, bool needs_layers) {
+  std::string full = "spmm.v1.SparseMatmul/" + std::string(name);
+  RpcMetrics* metrics = &rpc_.metrics->Rpc(full);
+  return {std::move(full), metrics, AuthGroup::kData, needs_layers};
+}
+
+SparseMatmulService::SparseMatmulService(RpcContext* rpc)
+    : rpc_(*rpc),
+      execute_(MakeMethod("Execute", true)),
+      execute_stream_(MakeMethod("ExecuteStream", true)),
+      register_program_(MakeMethod("RegisterProgram", true)),
+      unregister_program_(MakeMethod("UnregisterProgram", false)),
+      server_info_(MakeMethod("ServerInfo", false)),
+      device_info_(MakeMethod("DeviceInfo", false)),
+      register_region_(MakeMethod("RegisterRegion", false)),
+      unregister_region_(MakeMethod("UnregisterRegion", false)),
+      open_ring_(MakeMethod("OpenRing", false)),
+      close_ring_(MakeMethod("CloseRing", false)) {}
+
+grpc::ServerUnaryReactor* SparseMatmulService::Execute(grpc::CallbackServerContext* context,
+                                                       const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
+  auto* call = new ExecuteCall(rpc_, execute_, context, response);
+  if (call->Begin(request)) call->Run();
+  return call;
+}
+
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* SparseMatmulService::ExecuteStream(
+    grpc::CallbackServerContext* context) {
+  return NewExecuteStreamCall(rpc_, execute_stream_, context);
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::RegisterProgram(grpc::CallbackServerContext* context,
+                                                               const grpc::ByteBuffer* request,
+                                                               grpc::ByteBuffer* response) {
+  return RunUnary<pb::RegisterProgramRequest, pb::RegisterProgramResponse>(
+      rpc_, register_program_, context, request, response,
+      [this](const auto& in, auto* out) { return rpc_.engine->RegisterProgram(in, out); });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::UnregisterProgram(grpc::CallbackServerContext* context,
+                                                                 const grpc::ByteBuffer* request,
+                                                                 grpc::ByteBuffer* response) {
+  return RunUnary<pb::UnregisterProgramRequest, pb::UnregisterProgramResponse>(
+      rpc_, unregister_program_, context, request, response,
+      [this](const auto& in, auto*) { return rpc_.engine->UnregisterProgram(in); });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::ServerInfo(grpc::CallbackServerContext* context,
+                                                          const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
+  return RunUnary<pb::ServerInfoRequest, pb::ServerInfoResponse>(
+      rpc_, server_info_, context, request, response, [this](const auto&, auto* out) {
+        rpc_.engine->DescribeServer(out);
+        out->set_version(rpc_.version);
+        out->set_revision(rpc_.revision);
+        out->set_backend(rpc_.backend);
+        out->mutable_limits()->set_max_message_bytes(rpc_.limits.max_message_bytes);
+        out->mutable_limits()->set_max_chunk_bytes(rpc_.catalog->options().max_chunk_bytes);
+        return absl::OkStatus();
+      });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::DeviceInfo(grpc::CallbackServerContext* context,
+                                                          const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
+  return RunUnary<pb::DeviceInfoRequest, pb::DeviceInfoResponse>(rpc_, device_info_, context, request, response,
+                                                                 [this](const auto&, auto* out) {
+                                                                   rpc_.engine->DescribeDevices(out);
+                                                                   return absl::OkStatus();
+                                                                 });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::RegisterRegion(grpc::CallbackServerContext* context,
+                                                              const grpc::ByteBuffer* request,
+                                                              grpc::ByteBuffer* response) {
+  return RunUnary<pb::RegisterRegionRequest, pb::RegisterRegionResponse>(
+      rpc_, register_region_, context, request, response,
+      [](const auto&, auto*) { return NotYet("RegisterRegion (shared memory)"); });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::UnregisterRegion(grpc::CallbackServerContext* context,
+                                                                const grpc::ByteBuffer* request,
+                                                                grpc::ByteBuffer* response) {
+  return RunUnary<pb::UnregisterRegionRequest, pb::UnregisterRegionResponse>(
+      rpc_, unregister_region_, context, request, response,
+      [](const auto&, auto*) { return NotYet("UnregisterRegion (shared memory)"); });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::OpenRing(grpc::CallbackServerContext* context,
+                                                        const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
+  return RunUnary<pb::OpenRingRequest, pb::OpenRingResponse>(
+      rpc_, open_ring_, context, request, response,
+      [](const auto&, auto*) { return NotYet("OpenRing (shared memory)"); });
+}
+
+grpc::ServerUnaryReactor* SparseMatmulService::CloseRing(grpc::CallbackServerContext* context,
+                                                         const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
+  return RunUnary<pb::CloseRingRequest, pb::CloseRingResponse>(
+      rpc_, close_ring_, context, request, response,
+      [](const auto&, auto*) { return NotYet("CloseRing (shared memory)"); });
+}
+
+}  // namespace spmmd::server
