@@ -1,0 +1,62 @@
+#include "client/cli/errors.h"
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "client/cli/render.h"
+#include "client/cpp/status.h"
+
+namespace spmmd::cli {
+
+std::string HintFor(const absl::Status& status, const std::string& server) {
+  const std::string reason = client::ErrorReason(status);
+  if (reason == "LAYER_NOT_FOUND") return "`spmmctl list` shows what is registered";
+  if (reason == "NO_MODEL_REPOSITORY") return "start spmmd with --model-repository=DIR, or register a local file";
+  if (reason == "DEVICE_MEMORY") return "unregister or unpin layers; `spmmctl status` shows each device's memory";
+  if (const auto delay = client::RetryDelay(status)) {
+    return absl::StrCat("try again in ", FormatSeconds(absl::ToDoubleSeconds(*delay)));
+  }
+  switch (status.code()) {
+    case absl::StatusCode::kUnavailable:
+      if (reason == "DRAINING") return "the server is shutting down";
+      if (!reason.empty()) return "";
+      if (const std::string message = absl::AsciiStrToLower(status.message());
+          absl::StrContains(message, "ssl") || absl::StrContains(message, "handshak")) {
+        return absl::StrCat("does the server at ", server, " use TLS, with a certificate that --tls-ca vouches for?");
+      }
+      return absl::StrCat("is spmmd running at ", server, "? Another address is given by --server or SPMMD_SERVER");
+    case absl::StatusCode::kDeadlineExceeded:
+      return "--timeout allows more time";
+    case absl::StatusCode::kUnauthenticated:
+      return "the server wants a token: --token-file";
+    case absl::StatusCode::kUnimplemented:
+      return "`spmmctl status` shows the server's version, backend and formats";
+    default:
+      return "";
+  }
+}
+
+std::string ErrorText(const absl::Status& status, const std::string& server, bool json) {
+  const std::string code = absl::StatusCodeToString(status.code());
+  const std::string message(status.message());
+  const std::string hint = HintFor(status, server);
+  if (json) {
+    Json fields = Json::array();
+    for (const auto& violation : client::FieldViolations(status)) {
+      fields.push_back({{"field", violation.field}, {"description", violation.description}});
+    }
+    const auto delay = client::RetryDelay(status);
+    const Json error = {{"error",
+                         {{"code", code},
+                          {"reason", client::ErrorReason(status)},
+                          {"message", message},
+                          {"fields", fields},
+                          {"retry_seconds", delay.has_value() ? Json(absl::ToDoubleSeconds(*delay)) : Json(nullptr)},
+                          {"hint", hint}}}};
+    return error.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
+  }
+  return absl::StrCat("spmmctl: ", code, ": ", message, "\n", hint.empty() ? "" : "hint: ", hint,
+                      hint.empty() ? "" : "\n");
+}
+
+}  // namespace spmmd::cli

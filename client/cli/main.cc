@@ -1,0 +1,314 @@
+// spmmctl: the command line of spmmd.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/str_format.h"
+#include "client/cli/commands.h"
+#include "client/cli/errors.h"
+#include "client/cli/parse.h"
+#include "client/cpp/client.h"
+
+namespace spmmd::cli {
+namespace {
+
+constexpr int kOk = 0;
+constexpr int kFailure = 1;
+constexpr int kUsage = 2;
+
+// gRPC joins a thread that may sleep for 10 s when a process that has sent large messages leaves by the usual way.
+[[noreturn]] void Exit(int code) {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::fputs("spmmctl: cannot write to standard output\n", stderr);
+    code = kFailure;
+  }
+  std::fflush(stderr);
+  std::_Exit(code);
+}
+
+// An option whose text `parse` must accept; its error becomes the usage error.
+template <typename Parse>
+CLI::Validator Parsed(Parse parse) {
+  return CLI::Validator(
+      [parse](const std::string& text) {
+        const absl::Status status = parse(text);
+        return status.ok() ? std::string() : std::string(status.message());
+      },
+      "");
+}
+
+struct Arguments {
+  std::string server = "127.0.0.1:8500";
+  bool json = false;
+  double timeout_seconds = 0;
+  bool tls = false;
+  client::TlsOptions tls_options;
+  client::ClientOptions options;
+
+  std::string layer;
+  RegisterArgs registration;
+  std::string prefix;
+  RunArgs run;
+  std::vector<int64_t> tokens;
+  v1::BenchmarkRequest bench;
+  double wait_seconds = 0;
+};
+
+void AddConnectionOptions(CLI::App& app, Arguments& arguments) {
+  app.add_option("--server", arguments.server, "Address of spmmd: HOST:PORT or unix:/path")
+      ->envname("SPMMD_SERVER")
+      ->capture_default_str()
+      ->group("Connection");
+  app.add_option("--timeout", arguments.timeout_seconds,
+                 "Seconds that one call may take (60; register, warm, bench: no limit)")
+      ->check(CLI::PositiveNumber)
+      ->group("Connection");
+  app.add_flag("--tls", arguments.tls, "Use TLS, trusting the system's certificates")->group("Connection");
+  app.add_option("--tls-ca", arguments.tls_options.ca_file, "Use TLS, trusting the certificates in this PEM file")
+      ->type_name("FILE")
+      ->group("Connection");
+  app.add_option("--tls-cert", arguments.tls_options.cert_file, "Client certificate (PEM), with --tls-key")
+      ->type_name("FILE")
+      ->group("Connection");
+  app.add_option("--tls-key", arguments.tls_options.key_file, "Key of the client certificate (PEM)")
+      ->type_name("FILE")
+      ->group("Connection");
+  app.add_option("--tls-server-name", arguments.tls_options.server_name, "Name to expect in the server's certificate")
+      ->type_name("NAME")
+      ->group("Connection");
+  app.add_option("--token-file", arguments.options.token_file, "File with the bearer token")
+      ->envname("SPMMD_TOKEN_FILE")
+      ->type_name("FILE")
+      ->group("Connection");
+  app.add_flag("--allow-token-without-tls", arguments.options.allow_token_without_tls,
+               "Send the token in plain text to another host")
+      ->group("Connection");
+  app.add_flag("--json", arguments.json, "Print JSON (errors too, on standard error)")->group("Output");
+}
+
+CLI::Option* AddLayer(CLI::App& command, Arguments& arguments, const std::string& help) {
+  return command.add_option("NAME", arguments.layer, help)
+      ->required()
+      ->type_name("")
+      ->check(Parsed([](const std::string& text) { return ParseLayerRef(text).status(); }));
+}
+
+void AddRegister(CLI::App& app, Arguments& arguments) {
+  CLI::App& command =
+      *app.add_subcommand("register", "Register a weight matrix [out_features, in_features] as a layer");
+  RegisterArgs& args = arguments.registration;
+  command
+      .add_option_function<std::string>(
+          "NAME", [&args](const std::string& name) { args.spec.set_name(name); },
+          "Name: 1 to 256 characters of [A-Za-z0-9._/-]; a name in use gets a new version")
+      ->type_name("")
+      ->required();
+  command.add_option("--file", args.file, "W.npy, W.safetensors[:TENSOR] or W.safetensors.index.json:TENSOR")
+      ->required()
+      ->type_name("FILE")
+      ->check(Parsed([](const std::string& text) { return ParseFile(text).status(); }));
+  command.add_flag("--remote", args.remote, "The file is in the server's model repository; nothing is uploaded");
+  command.add_option("--bias", args.bias, "File, or tensor in the same .safetensors file, with the bias")
+      ->type_name("FILE|TENSOR");
+  const auto spec_option = [&command](const std::string& name, const std::string& type, const std::string& help,
+                                      std::function<absl::Status(const std::string&)> parse) {
+    command
+        .add_option_function<std::string>(
+            name, [parse](const std::string& text) { parse(text).IgnoreError(); }, help)
+        ->type_name(type)
+        ->check(Parsed(parse));
+  };
+  spec_option("--prune", "SPEC", "Zero the smallest weights: magnitude:0.5, nm:2:4 (2 of every 4 stay) or none",
+              [&args](const std::string& text) { return ParsePruning(text, args.spec); });
+  spec_option("--format", "FORMAT", "auto, dense, bitmap, three_layer, rlc_csc or row_stream (auto)",
+              [&args](const std::string& text) {
+                const auto format = ParseFormat(text);
+                if (format.ok()) args.spec.set_format(*format);
+                return format.status();
+              });
+  spec_option("--store-dtype", "DTYPE", "fp16, bf16 or fp32 (as in the file)", [&args](const std::string& text) {
+    const auto dtype = ParseDataType(text);
+    if (dtype.ok()) args.spec.set_store_dtype(*dtype);
+    return dtype.status();
+  });
+  spec_option("--placement", "PLACEMENT", "single, replicated or sharded (single)", [&args](const std::string& text) {
+    const auto placement = ParsePlacement(text);
+    if (placement.ok()) args.spec.set_placement(*placement);
+    return placement.status();
+  });
+  command
+      .add_option_function<float>(
+          "--activation-threshold", [&args](float threshold) { args.spec.set_activation_threshold(threshold); },
+          "Inputs with |x| <= this count as zeros by default (SpMspV)")
+      ->check(CLI::NonNegativeNumber);
+  command.add_flag_callback(
+      "--pin", [&args] { args.spec.set_pin(true); }, "Never evict it from its devices");
+  command.add_flag_callback(
+      "--allow-nonfinite", [&args] { args.spec.set_allow_nonfinite(true); },
+      "Store NaN and infinite weights instead of refusing them");
+}
+
+void AddRun(CLI::App& app, Arguments& arguments) {
+  CLI::App& command = *app.add_subcommand("run", "Multiply: Y = activation(X * W^T + bias)");
+  AddLayer(command, arguments, "NAME or NAME@VERSION");
+  RunArgs& args = arguments.run;
+  command
+      .add_option("--input", args.input,
+                  "X [tokens, in_features] as .npy (fp16, bf16, fp32), or FILE.safetensors:TENSOR")
+      ->required()
+      ->type_name("FILE")
+      ->check(Parsed([](const std::string& text) { return ParseFile(text).status(); }));
+  command.add_option("--output", args.output, "Where Y [tokens, out_features] is written, as .npy")
+      ->required()
+      ->type_name("FILE");
+  command
+      .add_option_function<float>(
+          "--sparse-threshold", [&args](float threshold) { args.matmul.activation_threshold = threshold; },
+          "Treat |x| <= this as zero and skip its columns (SpMspV)")
+      ->check(CLI::NonNegativeNumber);
+  const auto parse_activation = [&args](const std::string& text) {
+    const auto activation = ParseActivation(text);
+    if (activation.ok()) args.matmul.activation = *activation;
+    return activation.status();
+  };
+  command
+      .add_option_function<std::string>(
+          "--activation", [parse_activation](const std::string& text) { parse_activation(text).IgnoreError(); },
+          "none, relu, gelu, gelu_tanh or silu (none)")
+      ->type_name("NAME")
+      ->check(Parsed(parse_activation));
+  const auto parse_dtype = [&args](const std::string& text) {
+    const auto dtype = ParseDataType(text);
+    if (dtype.ok()) args.matmul.output_dtype = *dtype;
+    return dtype.status();
+  };
+  command
+      .add_option_function<std::string>(
+          "--output-dtype", [parse_dtype](const std::string& text) { parse_dtype(text).IgnoreError(); },
+          "fp16, bf16 or fp32 (fp32)")
+      ->type_name("DTYPE")
+      ->check(Parsed(parse_dtype));
+  command.add_flag("--ignore-bias", args.matmul.ignore_bias, "Leave out the layer's bias");
+}
+
+void AddBench(CLI::App& app, Arguments& arguments) {
+  CLI::App& command = *app.add_subcommand("bench", "Time a layer over batch widths beside the dense baseline");
+  AddLayer(command, arguments, "NAME or NAME@VERSION");
+  command.add_option("--tokens", arguments.tokens, "Batch widths, 1 to 65536 each, at most 32 (1,2,4,8,16,32,64)")
+      ->delimiter(',')
+      ->type_name("N,N,...")
+      ->expected(1, 32)
+      ->check(CLI::Range(int64_t{1}, int64_t{65536}).description(""));
+  command
+      .add_option_function<int32_t>(
+          "--repetitions", [&arguments](int32_t n) { arguments.bench.set_repetitions(n); },
+          "Timed launches for each width, 1 to 10000 (50)")
+      ->type_name("N")
+      ->check(CLI::Range(1, 10000).description(""));
+  command.add_flag_callback(
+      "--skip-dense", [&arguments] { arguments.bench.set_skip_dense(true); }, "Leave out the dense baseline");
+}
+
+void AddCommands(CLI::App& app, Arguments& arguments) {
+  AddRegister(app, arguments);
+  app.add_subcommand("list", "List the layers")
+      ->add_option("--prefix", arguments.prefix, "Only names that start with this")
+      ->type_name("TEXT");
+  AddLayer(*app.add_subcommand("describe", "Show everything known of a layer"), arguments, "NAME or NAME@VERSION");
+  AddRun(app, arguments);
+  AddBench(app, arguments);
+  AddLayer(*app.add_subcommand("unregister", "Remove a layer"), arguments, "NAME (all versions of it) or NAME@VERSION");
+  AddLayer(*app.add_subcommand("pin", "Keep a layer on its devices, whatever else needs memory"), arguments,
+           "NAME or NAME@VERSION");
+  AddLayer(*app.add_subcommand("unpin", "Let a layer be evicted again"), arguments, "NAME or NAME@VERSION");
+  AddLayer(*app.add_subcommand("warm", "Bring a layer to its devices and run it once"), arguments,
+           "NAME or NAME@VERSION");
+  app.add_subcommand("status", "Show the server, its devices and its health; exit code 1 unless it is serving")
+      ->add_option("--wait", arguments.wait_seconds, "Wait up to this many seconds for it to be serving")
+      ->type_name("SECONDS")
+      ->check(CLI::NonNegativeNumber);
+  for (CLI::App* command : app.get_subcommands({})) {
+    command->fallthrough();  // --server and --json may follow it
+    command->footer("`spmmctl --help` has the options of the connection (--server, --tls-ca, ...) and --json.");
+  }
+}
+
+absl::Status RunCommand(const std::string& command, const Session& session, Arguments& arguments) {
+  v1::LayerRef layer;
+  if (!arguments.layer.empty()) {
+    absl::StatusOr<v1::LayerRef> parsed = ParseLayerRef(arguments.layer);
+    if (!parsed.ok()) return parsed.status();
+    layer = *std::move(parsed);
+  }
+  if (command == "register") return Register(session, arguments.registration);
+  if (command == "list") return List(session, arguments.prefix);
+  if (command == "describe") return Describe(session, layer);
+  if (command == "unregister") return Unregister(session, layer);
+  if (command == "pin") return Pin(session, layer, true);
+  if (command == "unpin") return Pin(session, layer, false);
+  if (command == "warm") return Warm(session, layer);
+  if (command == "status") return Status(session, arguments.server, absl::Seconds(arguments.wait_seconds));
+  if (command == "run") {
+    arguments.run.layer = layer;
+    return Run(session, arguments.run);
+  }
+  *arguments.bench.mutable_layer() = layer;
+  arguments.bench.mutable_tokens()->Add(arguments.tokens.begin(), arguments.tokens.end());
+  return Bench(session, arguments.bench);
+}
+
+int Main(int argc, char** argv) {
+  // gRPC's own log lines only repeat, less clearly, what the error says.
+  setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
+  CLI::App app{"Registers pruned weight matrices with spmmd and multiplies with them.", "spmmctl"};
+  app.set_version_flag("--version", std::string("spmmctl " SPMMD_VERSION));
+  app.require_subcommand(1);
+  app.footer(
+      "Exit codes: 0 done, 1 the server or a file failed, 2 wrong arguments.\n`spmmctl COMMAND --help` has the options "
+      "of a command.");
+  Arguments arguments;
+  AddConnectionOptions(app, arguments);
+  AddCommands(app, arguments);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() != 0 && app.get_subcommands().empty()) {
+      // CLI11 would say that a command is required, whatever was written in its place.
+      const std::vector<std::string> unknown = app.remaining();
+      if (argc > 1 && !unknown.empty())
+        absl::FPrintF(stderr, "spmmctl: unknown command or option '%s'\n\n", unknown.front());
+      if (argc == 1 || !unknown.empty()) {
+        std::fputs(app.help().c_str(), stderr);
+        return kUsage;
+      }
+    }
+    return app.exit(error) == 0 ? kOk : kUsage;
+  }
+
+  if (arguments.tls || !arguments.tls_options.ca_file.empty() || !arguments.tls_options.cert_file.empty()) {
+    arguments.options.tls = arguments.tls_options;
+  }
+  absl::Status status;
+  absl::StatusOr<std::unique_ptr<client::Client>> client = client::Client::Connect(arguments.server, arguments.options);
+  if (client.ok()) {
+    Session session{client->get(), {}, arguments.json, !arguments.json && isatty(STDERR_FILENO) == 1};
+    if (arguments.timeout_seconds > 0) session.call.timeout = absl::Seconds(arguments.timeout_seconds);
+    status = RunCommand(app.get_subcommands().front()->get_name(), session, arguments);
+  } else {
+    status = client.status();
+  }
+  if (status.ok()) Exit(kOk);
+  std::fflush(stdout);
+  std::fputs(ErrorText(status, arguments.server, arguments.json).c_str(), stderr);
+  Exit(client.ok() ? kFailure : kUsage);  // connecting is lazy: what fails there are the arguments
+}
+
+}  // namespace
+}  // namespace spmmd::cli
+
+int main(int argc, char** argv) { spmmd::cli::Exit(spmmd::cli::Main(argc, argv)); }

@@ -1,0 +1,31 @@
+// Weights and activations from local files.
+#ifndef SPMMD_CLIENT_CLI_WEIGHTS_H_
+#define SPMMD_CLIENT_CLI_WEIGHTS_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/cli/parse.h"
+#include "client/cpp/tensor.h"
+#include "kernels/format/dense.h"
+
+namespace spmmd::cli {
+
+// The matrix of a .npy file, or the named tensor of a .safetensors file. A .safetensors file with a single matrix needs
+// no name. Errors name the file, and list tensors when the name is missing or wrong.
+absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file);
+
+// A vector of `m` elements as fp32. `bias` is a file, or the name of a tensor in `weights`, which must then be a
+// .safetensors file.
+absl::StatusOr<std::vector<float>> ReadBias(const std::string& bias, const FileAndTensor& weights, int64_t m);
+
+// A view for the client library.
+client::DenseRows ToRows(const DenseMatrix& matrix);
+
+// Writes a result as .npy.
+absl::Status WriteMatrix(const std::string& path, const client::Matrix& matrix);
+
+}  // namespace spmmd::cli
+
+#endif  // SPMMD_CLIENT_CLI_WEIGHTS_H_
