@@ -46,7 +46,7 @@ def gelu(x: Array) -> Array:
 def prune_magnitude(weights: Array, sparsity: float) -> Array:
     """The smallest magnitudes become zero, among equal ones the later in row-major order: as the server prunes."""
     flat = np.abs(weights.astype(np.float32)).reshape(-1)
-    zeros = round(sparsity * flat.size)
+    zeros = math.floor(sparsity * flat.size + 0.5)
     order = np.lexsort((-np.arange(flat.size), flat))  # by magnitude, later positions first among equals
     pruned = weights.reshape(-1).copy()
     pruned[order[:zeros]] = 0

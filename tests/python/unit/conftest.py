@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from unit.fake_server import FakeServer
 
 import spmmd
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_server import FakeServer
 
 
 @pytest.fixture

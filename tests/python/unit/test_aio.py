@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from fake_server import FakeServer, bad_field
+from unit.fake_server import FakeServer, bad_field
 
 import spmmd
 

@@ -11,7 +11,7 @@ import grpc
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_server import FakeServer, bad_field, queue_full, status
+from unit.fake_server import FakeServer, bad_field, queue_full, status
 
 import spmmd
 
