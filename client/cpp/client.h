@@ -53,8 +53,8 @@ struct RegisterProgress {
 using ProgressCallback = std::function<bool(const RegisterProgress&)>;
 
 struct RegisterOptions {
-  CallOptions call;
-  ProgressCallback progress;
+  CallOptions call{};
+  ProgressCallback progress{};
 };
 
 struct RegisterResult {
@@ -65,10 +65,10 @@ struct RegisterResult {
 };
 
 struct MatmulOptions {
-  CallOptions call;
+  CallOptions call{};
   v1::Activation activation = v1::ACTIVATION_UNSPECIFIED;
   // |x| <= this counts as zero and its column is skipped (SpMspV). Unset takes the layer's own default.
-  std::optional<float> activation_threshold;
+  std::optional<float> activation_threshold{};
   bool ignore_bias = false;
   // Version of the layer; 0 takes the newest.
   int64_t version = 0;

@@ -48,7 +48,7 @@ struct ClientOptions {
 
 struct CallOptions {
   // Deadline counted from the call's start. Unset takes the default that ClientOptions::timeout describes.
-  std::optional<absl::Duration> timeout;
+  std::optional<absl::Duration> timeout{};
   // Wait (within the deadline) for a server that cannot be reached yet, instead of failing with UNAVAILABLE.
   bool wait_for_ready = false;
 };

@@ -19,7 +19,7 @@ v1::LayerRef MakeLayerRef(std::string_view name, int64_t version = 0);
 struct MatmulStep {
   v1::Activation activation = v1::ACTIVATION_UNSPECIFIED;
   // |x| <= this counts as zero and its column is skipped (SpMspV). Unset takes the layer's own default.
-  std::optional<float> activation_threshold;
+  std::optional<float> activation_threshold{};
   bool ignore_bias = false;
   int64_t version = 0;
 };
