@@ -43,6 +43,7 @@ inline constexpr absl::string_view kContentHashMismatch = "CONTENT_HASH_MISMATCH
 inline constexpr absl::string_view kContentSourceLost = "CONTENT_SOURCE_LOST";
 inline constexpr absl::string_view kCorruptFile = "CORRUPT_FILE";
 inline constexpr absl::string_view kNoModelRepository = "NO_MODEL_REPOSITORY";
+inline constexpr absl::string_view kTooManyPrograms = "TOO_MANY_PROGRAMS";
 inline constexpr absl::string_view kUnsupported = "UNSUPPORTED";
 inline constexpr absl::string_view kDeviceLost = "DEVICE_LOST";
 inline constexpr absl::string_view kDraining = "DRAINING";

@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,6 +23,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "server/catalog/content.h"
+#include "server/catalog/file_source.h"
 #include "server/catalog/layer.h"
 #include "server/device/device.h"
 #include "server/metrics/metrics.h"
@@ -37,7 +40,7 @@ class LayerCatalog {
   struct Options {
     // Root of file sources; empty refuses them (FAILED_PRECONDITION).
     std::string model_repository;
-    // Host memory for all registrations in progress together; 0 takes half of the physical memory.
+    // Host memory for all registrations in progress together; 0 takes a quarter of the physical memory.
     uint64_t upload_limit_bytes = 0;
     // Largest ContentChunk.data.
     uint64_t max_chunk_bytes = uint64_t{4} * 1024 * 1024;
@@ -70,13 +73,39 @@ class LayerCatalog {
 
  private:
   friend class Upload;
-  struct Conversion;  // one content on its way from bytes to LayerContent
 
-  using Versions = std::map<int64_t, std::shared_ptr<const ServedLayer>, std::greater<>>;  // newest first
+  // One content on its way from bytes to LayerContent: led by one registration, joined by others that bring the same.
+  struct Conversion {
+    bool ended = false;
+    absl::Status status;
+    std::shared_ptr<const LayerContent> content;
+  };
+  struct Name {
+    int64_t last_version = 0;
+    std::map<int64_t, std::shared_ptr<const ServedLayer>, std::greater<>> versions;  // newest first
+  };
 
+  // What is known under a content key.
+  struct Lookup {
+    std::shared_ptr<const LayerContent> content;  // here already
+    std::shared_ptr<Conversion> conversion;       // on its way; led by the caller when `lead`
+    bool lead = false;
+  };
+  Lookup JoinOrLead(const std::string& key) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends a conversion that the caller leads.
+  void EndConversion(const std::string& key, Conversion* conversion,
+                     absl::StatusOr<std::shared_ptr<const LayerContent>> result) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Waits for somebody else's conversion; CANCELLED when `cancelled` becomes true.
+  absl::StatusOr<std::shared_ptr<const LayerContent>> Await(const Conversion& conversion,
+                                                            const std::atomic<bool>& cancelled)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // Makes the layer visible. An identical newest version of the same name is returned instead of a new one.
   std::shared_ptr<const ServedLayer> Publish(const pb::LayerSpec& spec, std::shared_ptr<const LayerContent> content,
-                                             absl::Time created);
+                                             absl::Time created) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Where a new layer goes.
+  Device* DeviceFor(pb::Placement placement) const;
+  absl::StatusOr<std::shared_ptr<const ServedLayer>> FindLocked(absl::string_view name, int64_t version) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
 
   const Options options_;
   const std::vector<Device*> devices_;
@@ -85,9 +114,11 @@ class LayerCatalog {
   std::atomic<uint64_t> generation_{1};
 
   mutable absl::Mutex mutex_;
-  absl::flat_hash_map<std::string, Versions> layers_ ABSL_GUARDED_BY(mutex_);
-  // Conversions by content key; entries go away with their last user.
-  absl::flat_hash_map<std::string, std::weak_ptr<Conversion>> conversions_ ABSL_GUARDED_BY(mutex_);
+  absl::CondVar conversion_ended_;
+  absl::flat_hash_map<std::string, Name> names_ ABSL_GUARDED_BY(mutex_);
+  // By content key. Entries leave with their last user.
+  absl::flat_hash_map<std::string, std::weak_ptr<const LayerContent>> contents_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, std::shared_ptr<Conversion>> conversions_ ABSL_GUARDED_BY(mutex_);
 };
 
 // One registration in progress. Append and Finish must not be called concurrently; received_bytes() and state() may be
@@ -111,7 +142,7 @@ class Upload {
   // or bad content), DATA_LOSS (hash), RESOURCE_EXHAUSTED, ABORTED with CONTENT_SOURCE_LOST (the registration that was
   // bringing the content failed: try again).
   absl::StatusOr<pb::Layer> Finish();
-  // Makes a Finish() that waits for another registration return CANCELLED. From any thread.
+  // Makes Finish() return CANCELLED soon, if it has not published the layer yet. From any thread.
   void Cancel();
 
   uint64_t received_bytes() const { return received_.load(std::memory_order_relaxed); }
@@ -119,17 +150,32 @@ class Upload {
 
  private:
   friend class LayerCatalog;
-  struct Content;
 
   Upload(LayerCatalog* catalog, pb::LayerSpec spec);
+  absl::Status Start();
   void SetState(pb::LayerState state);
+  absl::StatusOr<std::shared_ptr<const LayerContent>> Resolve();
+  // Checks, prunes, packs and loads the content that has arrived.
+  absl::StatusOr<std::shared_ptr<const LayerContent>> Convert(const std::string& xxh3);
+  absl::Status ReadFile();
+  absl::Status CheckCancelled() const;
+  // Ends the conversion that this upload leads, if it leads one.
+  void EndLead(absl::StatusOr<std::shared_ptr<const LayerContent>> result);
 
   LayerCatalog* const catalog_;
   pb::LayerSpec spec_;  // normalised: shape, types and encoding filled in
   pb::RegisterAccepted accepted_;
   const absl::Time created_;
-  std::unique_ptr<Content> content_;                      // null when the content is not needed
-  std::shared_ptr<LayerCatalog::Conversion> conversion_;  // joined or led
+  Device* device_ = nullptr;
+  std::unique_ptr<FileSource> file_;
+  std::unique_ptr<Content> content_;  // null when the content is not needed
+  MemoryBudget::Reservation host_memory_;
+  MemoryBudget::Reservation device_memory_;
+  std::string key_;  // once the hash is known
+  std::shared_ptr<const LayerContent> ready_;
+  std::shared_ptr<LayerCatalog::Conversion> conversion_;
+  bool leads_ = false;
+  bool verified_ = false;  // the content has the hash of `key_`
   std::atomic<uint64_t> received_{0};
   std::atomic<pb::LayerState> state_{pb::LAYER_STATE_UNSPECIFIED};
   std::atomic<bool> cancelled_{false};

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +14,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/device/device.h"
+#include "server/metrics/metrics.h"
 #include "server/pb.h"
 #include "spmm/v1/layer_catalog.pb.h"
 
@@ -29,6 +29,7 @@ struct LayerContent {
     std::unique_ptr<ResidentLayer> resident;
   };
 
+  std::string key;  // ContentKey()
   int64_t m = 0;
   int64_t k = 0;
   int64_t nnz = 0;
@@ -44,14 +45,16 @@ struct LayerContent {
 
   // The copy on a device, or null.
   const ResidentLayer* On(const Device* device) const;
+  // Bytes on all devices.
+  uint64_t resident_bytes() const;
 };
 
 class ServedLayer {
  public:
-  // `spec` as normalised by the catalog.
+  // `spec` is normalised. Counts itself in the metrics until it is destroyed.
   ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared_ptr<const LayerContent> content,
-              absl::Time created);
-  // Frees the content when this was its last user, then tells WaitUntilFreed.
+              absl::Time created, Metrics* metrics);
+  // Frees the content when this was its last user, then notifies freed().
   ~ServedLayer();
   ServedLayer(const ServedLayer&) = delete;
   ServedLayer& operator=(const ServedLayer&) = delete;
@@ -59,6 +62,7 @@ class ServedLayer {
   const std::string& name() const { return name_; }
   int64_t version() const { return version_; }
   const LayerContent& content() const { return *content_; }
+  const std::shared_ptr<const LayerContent>& shared_content() const { return content_; }
   const std::optional<float>& activation_threshold() const { return activation_threshold_; }
   bool pinned() const { return pinned_.load(std::memory_order_relaxed); }
   void set_pinned(bool pinned) const { pinned_.store(pinned, std::memory_order_relaxed); }
@@ -75,6 +79,7 @@ class ServedLayer {
   const pb::Placement placement_;
   const std::optional<float> activation_threshold_;
   const absl::Time created_;
+  Metrics* const metrics_;
   std::shared_ptr<const LayerContent> content_;
   mutable std::atomic<bool> pinned_;
   mutable absl::Mutex mutex_;

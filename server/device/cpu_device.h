@@ -4,15 +4,14 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
-#include "kernels/base/buffer.h"
 #include "kernels/base/thread_pool.h"
 #include "server/device/device.h"
 
 namespace spmmd::server {
+
+class CpuRunner;
 
 class CpuDevice : public Device {
  public:
@@ -25,16 +24,14 @@ class CpuDevice : public Device {
   uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const override;
   absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
                                                       MemoryBudget::Reservation weights) override;
+  absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const override;
 
  protected:
   absl::Status Run(Job& job) override;
 
  private:
-  class Arena;
-  class Runner;
-
   ThreadPool& pool_;
-  std::unique_ptr<Arena> arena_;  // used by the one running job only
+  std::unique_ptr<CpuRunner> runner_;
 };
 
 }  // namespace spmmd::server

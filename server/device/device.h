@@ -66,7 +66,8 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  const std::string& id() const { return id_; }  // "cpu:0"
+  const std::string& id() const { return id_; }            // "cpu:0"
+  const std::string& backend() const { return backend_; }  // "cpu"
   MemoryBudget& budget() { return budget_; }
   Executor& executor() { return *executor_; }
   virtual bool healthy() const { return true; }
@@ -84,6 +85,8 @@ class Device {
   // and is shrunk to the bytes taken. The packed host bytes are consumed or copied, as the device needs.
   virtual absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
                                                               MemoryBudget::Reservation weights) = 0;
+  // The dense matrix of a resident layer, copied back to the host.
+  virtual absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const = 0;
 
  protected:
   Device(std::string id, std::string backend, DeviceOptions options, uint64_t physical_memory, Metrics* metrics);

@@ -21,6 +21,10 @@
 
 namespace spmmd::server {
 
+// CANCELLED or DEADLINE_EXCEEDED when the job is not worth running any more. Looked at before a job runs and between
+// its launches.
+absl::Status CheckWanted(const Job& job, absl::Time now);
+
 class Executor {
  public:
   struct Options {
@@ -45,31 +49,38 @@ class Executor {
   // effect on a job that has ended.
   void Cancel(const std::shared_ptr<Job>& job, const absl::Status& status);
 
-  // Waits until nothing waits or runs.
+  // Waits until nothing waits or runs and every `done` has returned. Not from within a `done`.
   void Drain();
-  // Runs `body` while no job runs, for measurements that need the device to themselves; jobs wait meanwhile.
-  void RunExclusive(const std::function<void()>& body);
   // Ends waiting jobs with UNAVAILABLE, waits for the running one and joins the thread. Idempotent.
   void Stop();
 
+  const Options& options() const { return options_; }
   int64_t depth() const;
   uint64_t bytes() const;
 
  private:
   void Loop();
-  // Runs the job that holds the device, then finishes it.
-  void RunOne(const std::shared_ptr<Job>& job);
+  // Runs the job that holds the device, gives the device back and ends the job.
+  void RunOne(const std::shared_ptr<Job>& job) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Finish(Job& job, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Why the job must not wait, or OK.
+  absl::Status Admit(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // When a refused caller may expect a place: the time that the jobs waiting will take.
+  absl::Duration RetryAfter() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Options options_;
   const std::function<absl::Status(Job&)> run_;
   Metrics* const metrics_;
 
   mutable absl::Mutex mutex_;
+  absl::CondVar work_;  // for the thread: a job waits and the device is free
+  absl::CondVar idle_;  // for Drain and Stop: the last job ended
   std::list<std::shared_ptr<Job>> waiting_ ABSL_GUARDED_BY(mutex_);
   uint64_t waiting_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // taken, `done` not returned yet
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
-  int exclusive_waiters_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Duration average_run_ ABSL_GUARDED_BY(mutex_) = absl::ZeroDuration();
   std::thread thread_;
 };
 

@@ -51,9 +51,12 @@ class Engine {
   absl::Status RegisterProgram(const pb::RegisterProgramRequest& request, pb::RegisterProgramResponse* response);
   absl::Status UnregisterProgram(const pb::UnregisterProgramRequest& request);
 
-  // Blocks: run these off the network threads.
-  absl::Status Benchmark(const pb::BenchmarkRequest& request, pb::BenchmarkResponse* response);
-  absl::Status Warm(const pb::WarmLayerRequest& request, pb::WarmLayerResponse* response);
+  // These block: call them off the network threads. Their launches queue like everybody's; past the deadline they end
+  // with DEADLINE_EXCEEDED.
+  absl::Status Benchmark(const pb::BenchmarkRequest& request, pb::BenchmarkResponse* response,
+                         absl::Time deadline = absl::InfiniteFuture());
+  absl::Status Warm(const pb::WarmLayerRequest& request, pb::WarmLayerResponse* response,
+                    absl::Time deadline = absl::InfiniteFuture());
 
   void DescribeDevices(pb::DeviceInfoResponse* response) const;
   // Formats and the engine's share of the limits (max_tokens, max_queue_depth, max_queue_bytes, max_batch_tokens); the
@@ -65,16 +68,28 @@ class Engine {
   const Options& options() const { return options_; }
 
  private:
-  struct RegisteredProgram;
+  // A program kept for later, with the plan made of it and the state of the catalog that the plan is good for.
+  struct RegisteredProgram {
+    pb::Program program;
+    absl::Mutex mutex;
+    std::shared_ptr<const Plan> plan ABSL_GUARDED_BY(mutex);
+    uint64_t generation ABSL_GUARDED_BY(mutex) = 0;
+  };
 
-  // The plan of a registered program, planned anew when the catalog has changed since. PROGRAM_NOT_FOUND.
-  absl::StatusOr<std::shared_ptr<const Plan>> PlanOf(const std::string& program_id);
+  // Plans (or looks up) the program, takes leases on its layers and binds inputs and outputs.
+  absl::Status Prepare(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, Job* job);
+  absl::Status BindPlan(const pb::ExecuteRequest& request, Job* job);
+  absl::Status AllocateOutputs(const Plan& plan, pb::ExecuteResponse* response, Job* job);
+  absl::StatusOr<std::shared_ptr<const Plan>> PlanOf(RegisteredProgram& registered);
+  absl::StatusOr<std::shared_ptr<RegisteredProgram>> FindProgram(const std::string& program_id);
 
   const Options options_;
   LayerCatalog* const catalog_;
   Metrics* const metrics_;
+  const std::string program_prefix_;  // tells ids of this process from those of an earlier one
 
   absl::Mutex mutex_;
+  uint64_t next_program_ ABSL_GUARDED_BY(mutex_) = 1;
   absl::flat_hash_map<std::string, std::shared_ptr<RegisteredProgram>> programs_ ABSL_GUARDED_BY(mutex_);
 };
 

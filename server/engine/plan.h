@@ -13,8 +13,10 @@
 
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "kernels/cpu/matmul.h"
+#include "absl/types/span.h"
+#include "kernels/base/activation.h"
 #include "kernels/format/dense.h"
 
 namespace spmmd::server {
@@ -44,11 +46,13 @@ struct PlanOutput {
 // keep an unregistered layer in memory.
 struct Plan {
   std::vector<std::string> input_names;
-  std::vector<int64_t> input_cols;     // columns each input must have; -1 when no step reads it
   std::vector<bool> input_dense_only;  // read by an element-wise step
   std::vector<std::string> step_names;
   std::vector<PlanStep> steps;
-  std::vector<int64_t> step_cols;  // columns of each step's value; -1 when the inputs decide (element-wise over inputs)
+  // Values that must have equal numbers of columns form a width class; the class of every value, and each class's
+  // columns: -1 when only a request's inputs decide (nothing but element-wise steps reads them).
+  std::vector<int> width_class;
+  std::vector<int64_t> class_cols;
   std::vector<PlanOutput> outputs;
   std::vector<std::weak_ptr<const ServedLayer>> layers;  // distinct
   Device* device = nullptr;  // where all layers are; programs without a matmul run on the first device
@@ -66,7 +70,8 @@ struct SparseRows {
 
 // The value of one program input.
 struct InputValue {
-  DenseView dense;  // when !sparse
+  DenseView dense;             // when !sparse
+  std::vector<float> aligned;  // the bytes of `dense`, only when the request's are misaligned
   std::optional<SparseRows> sparse;
 };
 
@@ -76,6 +81,7 @@ struct Job {
   std::vector<std::shared_ptr<const ServedLayer>> leases;  // keep the layers in memory until the run has ended
   std::vector<const ResidentLayer*> layers;                // by Plan::layers index, on the plan's device
   int64_t rows = 0;                                        // N
+  std::vector<int64_t> step_cols;                          // columns of each step's value
   std::vector<InputValue> inputs;                          // by Plan::input_names index
   std::vector<MutableDenseView> outputs;                   // by Plan::outputs index
   uint64_t bytes = 0;                                      // of inputs and outputs, for admission
@@ -86,6 +92,8 @@ struct Job {
   // Filled in by the device.
   absl::Duration queue_time;
   absl::Duration kernel_time;
+  absl::string_view kernel;  // of the last launch; static storage
+  int64_t kernel_bytes = 0;
   // Set by Device::Cancel; looked at before each launch.
   std::atomic<bool> cancelled{false};
   absl::Time submitted;

@@ -86,8 +86,15 @@ class KernelMetrics {
 
 class Metrics final : public prometheus::Collectable {
  public:
-  // `layer_label_cap`: how many layer names get series of their own in spmmd_layer_bytes.
-  explicit Metrics(int layer_label_cap = 1000);
+  struct Options {
+    // How many (layer, format) pairs get series of their own in spmmd_layer_bytes; the rest are summed under "_other".
+    int layer_label_cap = 1000;
+    // The bandwidth gauges average over at least this long, so that two scrapers do not empty each other's window.
+    absl::Duration bandwidth_window = absl::Seconds(1);
+  };
+
+  Metrics() : Metrics(Options()) {}
+  explicit Metrics(const Options& options);
   ~Metrics() override;
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
@@ -111,7 +118,7 @@ class Metrics final : public prometheus::Collectable {
   // `reason` is one of errors.h's reason constants.
   void Rejected(absl::string_view reason);
 
-  // Devices. `sample` is called at every scrape, from any thread, until RemoveDevice returns.
+  // Devices. `sample` is called at every scrape, from any thread, until RemoveDevice returns; it must not call Metrics.
   void AddDevice(absl::string_view device, std::function<DeviceSample()> sample);
   void RemoveDevice(absl::string_view device);
   // Stable address. `kernel` and `format` are names from code, so their number is bounded.
@@ -119,23 +126,25 @@ class Metrics final : public prometheus::Collectable {
 
   // Layers.
   void LayerStateChanged(pb::LayerState from, pb::LayerState to);  // LAYER_STATE_UNSPECIFIED: came to be, or is gone
-  void SetLayerBytes(absl::string_view layer, absl::string_view format,
-                     uint64_t bytes);  // sum over versions; 0 removes
+  // Adds to the bytes of a layer name, over its versions. A series that comes to zero is removed.
+  void AddLayerBytes(absl::string_view layer, absl::string_view format, int64_t delta);
   void LayerEvicted();
   void LayerLoaded(absl::string_view source);  // "upload", "file", "cache", "host"
   void LayerPacked(absl::string_view format, absl::Duration duration);
-  // Host bytes held by registrations in progress.
-  void SetUploadBytes(uint64_t bytes);
+  // Where the host bytes held by registrations in progress are read at every scrape; null: nowhere any more.
+  void SetUploadBytesSource(std::function<uint64_t()> source);
 
  private:
   friend class RpcMetrics;
   struct Device;
   struct LayerSeries {
-    prometheus::Gauge* gauge = nullptr;  // null: counted in "_other"
-    uint64_t bytes = 0;
+    prometheus::Gauge* gauge = nullptr;  // its own, or that of "_other"
+    bool labelled = false;
+    int64_t bytes = 0;
   };
 
-  void Refresh() const;
+  void Refresh() const ABSL_LOCKS_EXCLUDED(mutex_);
+  Device& DeviceOf(absl::string_view device) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   std::shared_ptr<prometheus::Registry> registry_;
   prometheus::Family<prometheus::Gauge>& build_info_;
@@ -160,7 +169,7 @@ class Metrics final : public prometheus::Collectable {
   prometheus::Family<prometheus::Counter>& layer_loads_;
   prometheus::Family<prometheus::Histogram>& pack_duration_;
   prometheus::Gauge& upload_bytes_;
-  const int layer_label_cap_;
+  const Options options_;
 
   mutable absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::unique_ptr<RpcMetrics>> rpcs_ ABSL_GUARDED_BY(mutex_);
@@ -168,6 +177,7 @@ class Metrics final : public prometheus::Collectable {
   absl::flat_hash_map<std::string, std::unique_ptr<Device>> devices_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<std::string, LayerSeries> layer_series_ ABSL_GUARDED_BY(mutex_);
   int labelled_layers_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::function<uint64_t()> upload_bytes_source_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace spmmd::server

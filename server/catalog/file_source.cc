@@ -1,0 +1,146 @@
+#include "server/catalog/file_source.h"
+
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/format/file_io.h"
+#include "kernels/format/npy.h"
+#include "server/catalog/types.h"
+#include "server/errors.h"
+
+namespace spmmd::server {
+namespace {
+
+// Errors of the file readers name the path on this host; what is wrong is the caller's field.
+absl::Status AtFileField(absl::string_view field, const absl::Status& status) {
+  if (status.code() == absl::StatusCode::kNotFound) {
+    return MakeError(absl::StatusCode::kNotFound, reason::kFileNotFound, absl::StrCat(field, ": ", status.message()));
+  }
+  return AtField(field, status);
+}
+
+absl::Status CheckRelative(const std::string& path) {
+  if (path.find('\0') != std::string::npos) return FieldError("spec.file.path", "has a NUL character");
+  if (path.front() == '/') return FieldError("spec.file.path", "must be relative to the model repository");
+  for (const absl::string_view component : absl::StrSplit(path, '/')) {
+    if (component == "..") return FieldError("spec.file.path", "must not leave the model repository");
+  }
+  return absl::OkStatus();
+}
+
+// What the file has against what the spec says, if it says anything.
+absl::Status Reconcile(DType dtype, const std::vector<int64_t>& shape, pb::LayerSpec* spec) {
+  if (shape.size() != 2) {
+    return FieldError("spec.file.tensor", absl::StrCat("has ", shape.size(), " dimensions, a layer has 2"));
+  }
+  if (spec->m() != 0 && spec->m() != shape[0]) {
+    return FieldError("spec.m", absl::StrCat(spec->m(), ", but the file has ", shape[0]));
+  }
+  if (spec->k() != 0 && spec->k() != shape[1]) {
+    return FieldError("spec.k", absl::StrCat(spec->k(), ", but the file has ", shape[1]));
+  }
+  if (spec->dtype() != pb::DATA_TYPE_UNSPECIFIED && spec->dtype() != ToProto(dtype)) {
+    return FieldError("spec.dtype", absl::StrCat(pb::DataType_Name(spec->dtype()), ", but the file has ",
+                                                 pb::DataType_Name(ToProto(dtype))));
+  }
+  spec->set_m(shape[0]);
+  spec->set_k(shape[1]);
+  spec->set_dtype(ToProto(dtype));
+  return absl::OkStatus();
+}
+
+std::optional<DType> SafetensorsType(absl::string_view name) {
+  if (name == "F16") return DType::kF16;
+  if (name == "BF16") return DType::kBf16;
+  if (name == "F32") return DType::kF32;
+  return std::nullopt;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<FileSource>> FileSource::Open(const std::string& repository, pb::LayerSpec* spec) {
+  if (repository.empty()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, reason::kNoModelRepository,
+                     "spec.file: the server has no model repository (--model-repository)");
+  }
+  SPMMD_RETURN_IF_ERROR(CheckRelative(spec->file().path()));
+  auto source = std::unique_ptr<FileSource>(new FileSource());
+  source->path_ = absl::StrCat(repository, "/", spec->file().path());
+  source->tensor_ = spec->file().tensor();
+  source->bias_tensor_ = spec->file().bias_tensor();
+  if (const absl::Status inside = CheckInsideDirectory(source->path_, repository); !inside.ok()) {
+    // The message would name the host's directories.
+    if (inside.code() == absl::StatusCode::kNotFound) {
+      return MakeError(absl::StatusCode::kNotFound, reason::kFileNotFound,
+                       absl::StrCat("spec.file.path: no file ", spec->file().path(), " in the model repository"));
+    }
+    return FieldError("spec.file.path", "must not leave the model repository");
+  }
+  const bool npy = absl::EndsWith(source->path_, ".npy");
+  const absl::Status opened =
+      npy ? source->OpenNpy(source->path_, repository, spec) : source->OpenSafetensors(source->path_, repository, spec);
+  if (!opened.ok()) return opened;
+  return source;
+}
+
+absl::Status FileSource::OpenSafetensors(const std::string& path, const std::string& repository, pb::LayerSpec* spec) {
+  if (!absl::EndsWith(path, ".safetensors") && !absl::EndsWith(path, ".json")) {
+    return FieldError("spec.file.path", "must end in .safetensors, .safetensors.index.json or .npy");
+  }
+  if (tensor_.empty()) return FieldError("spec.file.tensor", "must name a tensor of the .safetensors file");
+  absl::StatusOr<SafetensorsCheckpoint> checkpoint = SafetensorsCheckpoint::Open(path, repository);
+  if (!checkpoint.ok()) return AtFileField("spec.file.path", checkpoint.status());
+  checkpoint_ = *std::move(checkpoint);
+  const absl::StatusOr<SafetensorsTensor> tensor = checkpoint_->Find(tensor_);
+  if (!tensor.ok()) return AtFileField("spec.file.tensor", tensor.status());
+  const std::optional<DType> dtype = SafetensorsType(tensor->dtype);
+  if (!dtype.has_value()) {
+    return FieldError("spec.file.tensor", absl::StrCat("has dtype ", tensor->dtype, "; F16, BF16 and F32 are read"));
+  }
+  SPMMD_RETURN_IF_ERROR(Reconcile(*dtype, tensor->shape, spec));
+  if (bias_tensor_.empty()) {
+    if (spec->has_bias()) return FieldError("spec.has_bias", "is set, but spec.file.bias_tensor names no tensor");
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<SafetensorsTensor> bias = checkpoint_->Find(bias_tensor_);
+  if (!bias.ok()) return AtFileField("spec.file.bias_tensor", bias.status());
+  if (!SafetensorsType(bias->dtype).has_value() || bias->shape.size() != 1 || bias->shape[0] != spec->m()) {
+    return FieldError("spec.file.bias_tensor",
+                      absl::StrCat("must have one dimension of M = ", spec->m(), " and dtype F16, BF16 or F32"));
+  }
+  spec->set_has_bias(true);
+  return absl::OkStatus();
+}
+
+absl::Status FileSource::OpenNpy(const std::string& path, const std::string& /*repository*/, pb::LayerSpec* spec) {
+  if (!tensor_.empty()) return FieldError("spec.file.tensor", "must be empty for a .npy file");
+  if (!bias_tensor_.empty()) return FieldError("spec.file.bias_tensor", "must be empty for a .npy file");
+  if (spec->has_bias()) return FieldError("spec.has_bias", "a .npy file has no bias");
+  const absl::StatusOr<std::shared_ptr<const MappedFile>> file = MappedFile::Open(path);
+  if (!file.ok()) return AtFileField("spec.file.path", file.status());
+  const absl::StatusOr<NpyArray> array = ParseNpy((*file)->bytes());
+  if (!array.ok()) return AtFileField("spec.file.path", array.status());
+  return Reconcile(array->dtype, array->shape, spec);
+}
+
+absl::StatusOr<DenseMatrix> FileSource::ReadWeights() {
+  absl::StatusOr<DenseMatrix> weights = checkpoint_.has_value() ? checkpoint_->ReadMatrix(tensor_) : ReadNpy(path_);
+  if (!weights.ok()) return AtFileField("spec.file.path", weights.status());
+  return weights;
+}
+
+absl::StatusOr<std::vector<float>> FileSource::ReadBias() {
+  if (bias_tensor_.empty()) return std::vector<float>();
+  const absl::StatusOr<DenseMatrix> matrix = checkpoint_->ReadMatrix(bias_tensor_);
+  if (!matrix.ok()) return AtFileField("spec.file.bias_tensor", matrix.status());
+  std::vector<float> bias(static_cast<size_t>(matrix->cols()));
+  for (int64_t i = 0; i < matrix->cols(); ++i) {
+    bias[static_cast<size_t>(i)] = static_cast<float>(ElementAsDouble(matrix->view(), 0, i));
+  }
+  return bias;
+}
+
+}  // namespace spmmd::server

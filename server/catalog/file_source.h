@@ -1,0 +1,43 @@
+// Weights read from a file of the model repository.
+#ifndef SPMMD_SERVER_CATALOG_FILE_SOURCE_H_
+#define SPMMD_SERVER_CATALOG_FILE_SOURCE_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/format/dense.h"
+#include "kernels/format/safetensors.h"
+#include "server/pb.h"
+#include "spmm/v1/layer_catalog.pb.h"
+
+namespace spmmd::server {
+
+// An opened file and the tensors chosen in it. Reading is left for later.
+class FileSource {
+ public:
+  // Opens the file of `spec` and fills in what the spec leaves open: shape, dtype, has_bias. FAILED_PRECONDITION
+  // without a repository, NOT_FOUND, INVALID_ARGUMENT ("spec.file.path", "spec.file.tensor", "spec.m", ...).
+  static absl::StatusOr<std::unique_ptr<FileSource>> Open(const std::string& repository, pb::LayerSpec* spec);
+
+  absl::StatusOr<DenseMatrix> ReadWeights();
+  // Empty when the spec names no bias; converted to fp32.
+  absl::StatusOr<std::vector<float>> ReadBias();
+
+ private:
+  FileSource() = default;
+  absl::Status OpenSafetensors(const std::string& path, const std::string& repository, pb::LayerSpec* spec);
+  absl::Status OpenNpy(const std::string& path, const std::string& repository, pb::LayerSpec* spec);
+
+  std::string path_;
+  std::string tensor_;
+  std::string bias_tensor_;
+  std::optional<SafetensorsCheckpoint> checkpoint_;  // else .npy
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_CATALOG_FILE_SOURCE_H_

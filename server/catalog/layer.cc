@@ -1,0 +1,86 @@
+#include "server/catalog/layer.h"
+
+#include <utility>
+
+#include "server/catalog/types.h"
+
+namespace spmmd::server {
+
+const ResidentLayer* LayerContent::On(const Device* device) const {
+  for (const Copy& copy : copies) {
+    if (copy.device == device) return copy.resident.get();
+  }
+  return nullptr;
+}
+
+uint64_t LayerContent::resident_bytes() const {
+  uint64_t bytes = 0;
+  for (const Copy& copy : copies) bytes += copy.resident->bytes();
+  return bytes;
+}
+
+ServedLayer::ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared_ptr<const LayerContent> content,
+                         absl::Time created, Metrics* metrics)
+    : name_(spec.name()),
+      version_(version),
+      placement_(spec.placement()),
+      activation_threshold_(spec.has_activation_threshold() ? std::optional<float>(spec.activation_threshold())
+                                                            : std::nullopt),
+      created_(created),
+      metrics_(metrics),
+      content_(std::move(content)),
+      pinned_(spec.pin()),
+      freed_(std::make_shared<absl::Notification>()) {
+  metrics_->LayerStateChanged(pb::LAYER_STATE_UNSPECIFIED, pb::LAYER_STATE_READY);
+  metrics_->AddLayerBytes(name_, std::string(Name(content_->format)), static_cast<int64_t>(content_->bytes));
+}
+
+ServedLayer::~ServedLayer() {
+  metrics_->LayerStateChanged(pb::LAYER_STATE_READY, pb::LAYER_STATE_UNSPECIFIED);
+  metrics_->AddLayerBytes(name_, std::string(Name(content_->format)), -static_cast<int64_t>(content_->bytes));
+  content_.reset();
+  freed_->Notify();
+}
+
+void ServedLayer::SetSpeeds(std::vector<pb::LayerSpeed> speeds) const {
+  absl::MutexLock lock(&mutex_);
+  speeds_ = std::move(speeds);
+}
+
+void ServedLayer::Describe(bool full, pb::Layer* out) const {
+  const LayerContent& content = *content_;
+  out->set_name(name_);
+  out->set_version(version_);
+  out->set_m(content.m);
+  out->set_k(content.k);
+  out->set_dtype(ToProto(content.dtype));
+  out->set_nnz(content.nnz);
+  out->set_sparsity(1.0 - static_cast<double>(content.nnz) / static_cast<double>(content.m * content.k));
+  out->set_state(pb::LAYER_STATE_READY);
+  out->set_format(ToProto(content.format));
+  out->set_format_reason(content.format_reason);
+  out->set_bytes(content.bytes);
+  out->set_dense_bytes(static_cast<uint64_t>(content.m * content.k) * SizeOf(content.dtype));
+  out->set_has_bias(content.has_bias);
+  if (activation_threshold_.has_value()) out->set_activation_threshold(*activation_threshold_);
+  out->set_placement(placement_);
+  for (const LayerContent::Copy& copy : content.copies) {
+    pb::LayerResidency& residency = *out->add_residency();
+    residency.set_device(copy.device->id());
+    residency.set_row_begin(copy.row_begin);
+    residency.set_row_end(copy.row_end);
+    residency.set_bytes(copy.resident->bytes());
+  }
+  out->set_pinned(pinned());
+  out->set_content_xxh3(content.xxh3);
+  const int64_t nanos = absl::ToUnixNanos(created_);
+  out->mutable_create_time()->set_seconds(nanos / 1'000'000'000);
+  out->mutable_create_time()->set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
+  out->set_pack_seconds(content.pack_seconds);
+  if (!full) return;
+  for (const pb::LayerSection& section : content.sections) *out->add_sections() = section;
+  absl::MutexLock lock(&mutex_);
+  for (const pb::LayerSpeed& speed : speeds_) *out->add_speeds() = speed;
+}
+
+}  // namespace spmmd::server

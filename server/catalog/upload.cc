@@ -1,0 +1,232 @@
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/format/import.h"
+#include "kernels/format/prune.h"
+#include "server/catalog/catalog.h"
+#include "server/catalog/spec.h"
+#include "server/catalog/types.h"
+#include "server/errors.h"
+
+namespace spmmd::server {
+namespace {
+
+absl::Status SourceLost() {
+  return MakeError(absl::StatusCode::kAborted, reason::kContentSourceLost,
+                   "the registration that was bringing the same content ended without it: try again");
+}
+
+// What the sections of a packed layer are called, in the order that its format puts them.
+pb::LayerSection Describe(const PackedLayer& packed, const Section& section) {
+  pb::LayerSection out;
+  const bool values = section.section_class == SectionClass::kValues;
+  out.set_name(packed.sections.size() == 1 ? "values" : absl::StrCat(values ? "values" : "metadata", ".", section.id));
+  out.set_bytes(section.data.size());
+  out.set_padding_bytes(section.padding);
+  return out;
+}
+
+}  // namespace
+
+Upload::Upload(LayerCatalog* catalog, pb::LayerSpec spec)
+    : catalog_(catalog), spec_(std::move(spec)), created_(absl::Now()) {}
+
+Upload::~Upload() {
+  EndLead(SourceLost());
+  SetState(pb::LAYER_STATE_UNSPECIFIED);
+}
+
+void Upload::SetState(pb::LayerState state) {
+  catalog_->metrics_->LayerStateChanged(state_.exchange(state, std::memory_order_relaxed), state);
+}
+
+void Upload::EndLead(absl::StatusOr<std::shared_ptr<const LayerContent>> result) {
+  if (!leads_) return;
+  leads_ = false;
+  // Those who joined brought no bytes of their own and must not answer for this caller's: only what follows from the
+  // content that they named, or from the memory that it needs, is their error too.
+  if (!result.ok() && !absl::IsResourceExhausted(result.status()) &&
+      (!verified_ || absl::IsCancelled(result.status()))) {
+    result = SourceLost();
+  }
+  catalog_->EndConversion(key_, conversion_.get(), std::move(result));
+}
+
+absl::Status Upload::Start() {
+  SPMMD_RETURN_IF_ERROR(CheckSpec(spec_, /*complete=*/false));
+  if (spec_.has_file()) {
+    SPMMD_ASSIGN_OR_RETURN(file_, FileSource::Open(catalog_->options_.model_repository, &spec_));
+  }
+  NormalizeSpec(&spec_);
+  SPMMD_RETURN_IF_ERROR(CheckSpec(spec_, /*complete=*/true));
+  device_ = catalog_->DeviceFor(spec_.placement());
+  SPMMD_RETURN_IF_ERROR(CheckFormat(spec_, *device_));
+
+  uint64_t content_bytes = 0;
+  for (const PartSize& part : PartsOf(spec_)) content_bytes += part.bytes;
+  const uint64_t device_bytes = EstimateDeviceBytes(spec_, *device_);
+  accepted_.set_content_bytes(content_bytes);
+  accepted_.set_estimated_device_bytes(device_bytes);
+
+  if (!spec_.content_xxh3().empty()) {
+    key_ = ContentKey(spec_, spec_.content_xxh3());
+    LayerCatalog::Lookup lookup = catalog_->JoinOrLead(key_);
+    ready_ = std::move(lookup.content);
+    conversion_ = std::move(lookup.conversion);
+    leads_ = lookup.lead;
+    if (!leads_) {
+      SetState(pb::LAYER_STATE_PACKING);
+      return absl::OkStatus();
+    }
+  }
+  const auto reserve = [&]() -> absl::Status {
+    SPMMD_ASSIGN_OR_RETURN(device_memory_, device_->budget().Reserve(MemoryKind::kWeights, device_bytes));
+    SPMMD_ASSIGN_OR_RETURN(host_memory_,
+                           catalog_->host_budget_.Reserve(MemoryKind::kStaging, EstimateHostBytes(spec_)));
+    return absl::OkStatus();
+  };
+  if (absl::Status status = reserve(); !status.ok()) {
+    // Whoever joined in the meantime does not fit either.
+    EndLead(status);
+    return status;
+  }
+  content_ = std::make_unique<Content>(spec_);
+  accepted_.set_content_needed(file_ == nullptr);
+  SetState(pb::LAYER_STATE_UPLOADING);
+  return absl::OkStatus();
+}
+
+absl::Status Upload::Append(const pb::ContentChunk& chunk) {
+  if (!accepted_.content_needed() || content_ == nullptr) {
+    return FieldError("chunk", "no content is needed: RegisterAccepted.content_needed was false");
+  }
+  SPMMD_RETURN_IF_ERROR(content_->Append(chunk, catalog_->options_.max_chunk_bytes));
+  received_.store(content_->received(), std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<pb::Layer> Upload::Finish() {
+  absl::StatusOr<std::shared_ptr<const LayerContent>> content = Resolve();
+  EndLead(content);
+  // Everything that only the registration needed goes before the answer.
+  content_.reset();
+  file_.reset();
+  host_memory_.Release();
+  device_memory_.Release();
+  SetState(pb::LAYER_STATE_UNSPECIFIED);
+  SPMMD_RETURN_IF_ERROR(content.status());
+  pb::Layer layer;
+  catalog_->Publish(spec_, *std::move(content), created_)->Describe(/*full=*/true, &layer);
+  return layer;
+}
+
+void Upload::Cancel() { cancelled_.store(true, std::memory_order_relaxed); }
+
+absl::Status Upload::CheckCancelled() const {
+  if (!cancelled_.load(std::memory_order_relaxed)) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kCancelled, reason::kCancelled, "the registration was cancelled");
+}
+
+absl::Status Upload::ReadFile() {
+  SPMMD_ASSIGN_OR_RETURN(DenseMatrix weights, file_->ReadWeights());
+  SPMMD_ASSIGN_OR_RETURN(const std::vector<float> bias, file_->ReadBias());
+  return content_->SetDense(std::move(weights), bias);
+}
+
+absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Resolve() {
+  if (ready_ != nullptr) return ready_;
+  if (content_ == nullptr) {
+    if (conversion_ == nullptr) return absl::FailedPreconditionError("the registration has ended");
+    return catalog_->Await(*conversion_, cancelled_);
+  }
+  if (file_ != nullptr) SPMMD_RETURN_IF_ERROR(ReadFile());
+  SPMMD_RETURN_IF_ERROR(content_->CheckComplete());
+  const std::string xxh3 = content_->Hash();
+  if (!spec_.content_xxh3().empty() && spec_.content_xxh3() != xxh3) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, reason::kContentHashMismatch,
+        absl::StrCat("spec.content_xxh3: the content's hash is ", xxh3, ", expected ", spec_.content_xxh3()),
+        {{"expected", spec_.content_xxh3()}, {"actual", xxh3}});
+  }
+  verified_ = true;
+  SetState(pb::LAYER_STATE_PACKING);
+  while (!leads_) {
+    // The hash was not known before. Somebody else may have, or be bringing, the same content.
+    key_ = ContentKey(spec_, xxh3);
+    LayerCatalog::Lookup lookup = catalog_->JoinOrLead(key_);
+    if (lookup.content != nullptr) return lookup.content;
+    conversion_ = std::move(lookup.conversion);
+    leads_ = lookup.lead;
+    if (leads_) break;
+    absl::StatusOr<std::shared_ptr<const LayerContent>> content = catalog_->Await(*conversion_, cancelled_);
+    // If he does not make it, this upload still has the bytes.
+    if (content.ok() || absl::IsCancelled(CheckCancelled())) return content;
+  }
+  return Convert(xxh3);
+}
+
+absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::string& xxh3) {
+  const absl::Time start = absl::Now();
+  SPMMD_RETURN_IF_ERROR(CheckCancelled());
+  SPMMD_ASSIGN_OR_RETURN(std::vector<float> bias, content_->TakeBias());
+  SPMMD_ASSIGN_OR_RETURN(DenseMatrix weights, content_->TakeWeights());
+  content_.reset();
+  SPMMD_RETURN_IF_ERROR(CheckCancelled());
+  if (spec_.store_dtype() != spec_.dtype()) {
+    absl::StatusOr<DenseMatrix> converted = ConvertToDType(weights.view(), *FromProto(spec_.store_dtype()));
+    if (!converted.ok()) return AtField("spec.store_dtype", converted.status());
+    weights = *std::move(converted);
+  }
+  if (spec_.has_magnitude()) {
+    SPMMD_RETURN_IF_ERROR(
+        AtField("spec.magnitude", PruneMagnitude(weights.mutable_view(), spec_.magnitude().sparsity())));
+  } else if (spec_.has_nm()) {
+    SPMMD_RETURN_IF_ERROR(AtField("spec.nm", PruneNm(weights.mutable_view(), spec_.nm().n(), spec_.nm().m())));
+  }
+  SPMMD_RETURN_IF_ERROR(CheckCancelled());
+
+  FormatChoice choice;
+  if (spec_.format() == pb::FORMAT_UNSPECIFIED) {
+    choice = device_->ChooseFormat(weights.dtype(), weights.rows(), weights.cols(), ScanDense(weights.view()).nnz);
+  } else {
+    choice = {*FromProto(spec_.format()), "Chosen by the caller."};
+  }
+  PackOptions pack_options;
+  pack_options.allow_nonfinite = spec_.allow_nonfinite();
+  absl::StatusOr<PackedLayer> packed = Pack(choice.format, weights.view(), pack_options);
+  if (!packed.ok()) return AtField("content", packed.status());
+  weights = DenseMatrix();
+  SPMMD_RETURN_IF_ERROR(CheckCancelled());
+  const absl::Duration took = absl::Now() - start;
+
+  auto content = std::make_shared<LayerContent>();
+  content->key = key_;
+  content->m = packed->m;
+  content->k = packed->k;
+  content->nnz = packed->nnz;
+  content->dtype = packed->dtype;
+  content->format = packed->format;
+  content->format_reason = std::move(choice.reason);
+  content->has_bias = !bias.empty();
+  for (const Section& section : packed->sections) content->sections.push_back(Describe(*packed, section));
+  if (!bias.empty()) {
+    pb::LayerSection section;
+    section.set_name("bias");
+    section.set_bytes(bias.size() * sizeof(float));
+    content->sections.push_back(std::move(section));
+  }
+  for (const pb::LayerSection& section : content->sections) content->bytes += section.bytes();
+  content->xxh3 = xxh3;
+  content->pack_seconds = absl::ToDoubleSeconds(took);
+  const int64_t rows = packed->m;
+  SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<ResidentLayer> resident,
+                         device_->Load(*std::move(packed), std::move(bias), std::move(device_memory_)));
+  content->copies.push_back({device_, 0, rows, std::move(resident)});
+  catalog_->metrics_->LayerPacked(std::string(Name(content->format)), took);
+  catalog_->metrics_->LayerLoaded(spec_.has_file() ? "file" : "upload");
+  return std::shared_ptr<const LayerContent>(std::move(content));
+}
+
+}  // namespace spmmd::server

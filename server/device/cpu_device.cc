@@ -1,0 +1,143 @@
+#include "server/device/cpu_device.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "hwy/targets.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/cpu/matmul.h"
+#include "kernels/format/bitmap.h"
+#include "server/device/cpu_runner.h"
+#include "server/errors.h"
+
+namespace spmmd::server {
+namespace {
+
+uint64_t PhysicalMemory() {
+  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE));
+}
+
+std::string ProcessorName() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    if (line.rfind("model name", 0) != 0) continue;
+    const size_t colon = line.find(':');
+    if (colon != std::string::npos) return std::string(absl::StripAsciiWhitespace(line.substr(colon + 1)));
+  }
+  return "CPU";
+}
+
+// Bytes a second that all cores together read from memory: repeated sums over a buffer that no cache holds.
+double MeasureReadBandwidth(ThreadPool& pool) {
+  constexpr size_t kBytes = size_t{256} << 20;
+  constexpr int64_t kTasks = 256;
+  constexpr absl::Duration kTime = absl::Milliseconds(50);
+  absl::StatusOr<Buffer> buffer = Buffer::Allocate(kBytes);
+  if (!buffer.ok()) return 0;
+  const absl::Span<uint64_t> words = buffer->MutableAs<uint64_t>();
+  const size_t words_a_task = words.size() / kTasks;
+  std::vector<uint64_t> sums(kTasks);
+  // The first pass writes: untouched pages are all the same zero page.
+  pool.ParallelFor(kTasks, [&](int64_t task, int /*worker*/) {
+    std::fill_n(words.begin() + static_cast<int64_t>(words_a_task) * task, words_a_task, static_cast<uint64_t>(task));
+  });
+  double best = 0;
+  const absl::Time end = absl::Now() + kTime;
+  do {
+    const absl::Time start = absl::Now();
+    pool.ParallelFor(kTasks, [&](int64_t task, int /*worker*/) {
+      const uint64_t* from = words.data() + words_a_task * static_cast<size_t>(task);
+      // Several chains, so that the sum is bound by memory and not by one adder.
+      std::array<uint64_t, 16> sum{};
+      for (size_t i = 0; i < words_a_task; i += sum.size()) {
+        for (size_t j = 0; j < sum.size(); ++j) sum[j] += from[i + j];
+      }
+      for (const uint64_t s : sum) sums[static_cast<size_t>(task)] += s;
+    });
+    best = std::max(best, static_cast<double>(kBytes) / absl::ToDoubleSeconds(absl::Now() - start));
+  } while (absl::Now() < end);
+  // Makes the sums observable; they are 0 only if nothing was read.
+  return std::any_of(sums.begin(), sums.end(), [](uint64_t s) { return s != 0; }) ? best : 0;
+}
+
+// AUTO stores BITMAP up to this share of nonzeros. Above it the mask and the decoding cost more than the few zeros
+// save.
+constexpr double kMaxBitmapDensity = 0.80;
+
+uint64_t BitmapBytes(DType dtype, int64_t m, int64_t k, int64_t nnz) {
+  const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<uint64_t>((a + b - 1) / b); };
+  const uint64_t blocks = ceil_div(m, bitmap::kTileRows);
+  const auto columns = static_cast<uint64_t>(k);
+  return static_cast<uint64_t>(nnz) * SizeOf(dtype) + columns * ceil_div(m, bitmap::kStripRows) * sizeof(uint32_t) +
+         (blocks * ceil_div(k, bitmap::kTileCols) + 1) * sizeof(uint64_t) + blocks * columns * sizeof(uint16_t);
+}
+
+uint64_t DenseBytes(DType dtype, int64_t m, int64_t k) { return static_cast<uint64_t>(m * k) * SizeOf(dtype); }
+
+}  // namespace
+
+CpuDevice::CpuDevice(const DeviceOptions& options, Metrics* metrics, ThreadPool* pool)
+    : Device("cpu:0", "cpu", options, PhysicalMemory(), metrics),
+      pool_(pool != nullptr ? *pool : DefaultThreadPool()),
+      runner_(std::make_unique<CpuRunner>(id(), &budget(), &pool_, metrics)) {
+  name_ = ProcessorName();
+  architecture_ = hwy::TargetName(hwy::SupportedTargets() & -hwy::SupportedTargets());
+  if (options.measure_bandwidth) set_measured_bandwidth(MeasureReadBandwidth(pool_));
+  Start();
+}
+
+CpuDevice::~CpuDevice() { Shutdown(); }
+
+bool CpuDevice::CanExecute(Format format) const { return cpu::CanExecute(format); }
+
+FormatChoice CpuDevice::ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const {
+  const double density = static_cast<double>(nnz) / static_cast<double>(m * k);
+  const uint64_t bitmap_bytes = BitmapBytes(dtype, m, k, nnz);
+  const uint64_t dense_bytes = DenseBytes(dtype, m, k);
+  const std::string sizes = absl::StrFormat("BITMAP takes %d bytes, DENSE %d", bitmap_bytes, dense_bytes);
+  if (bitmap_bytes >= dense_bytes) {
+    return {Format::kDense,
+            absl::StrFormat("DENSE: %.1f %% of the elements are zero and %s.", 100 * (1 - density), sizes)};
+  }
+  if (density > kMaxBitmapDensity) {
+    return {Format::kDense,
+            absl::StrFormat("DENSE: only %.1f %% of the elements are zero, too few for BITMAP to be faster (%.0f %%).",
+                            100 * (1 - density), 100 * (1 - kMaxBitmapDensity))};
+  }
+  return {Format::kBitmap,
+          absl::StrFormat("BITMAP: %.1f %% of the elements are zero; %s.", 100 * (1 - density), sizes)};
+}
+
+uint64_t CpuDevice::EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const {
+  return format == Format::kBitmap ? BitmapBytes(dtype, m, k, max_nnz) : DenseBytes(dtype, m, k);
+}
+
+absl::StatusOr<std::unique_ptr<ResidentLayer>> CpuDevice::Load(PackedLayer packed, std::vector<float> bias,
+                                                               MemoryBudget::Reservation weights) {
+  if (!CanExecute(packed.format)) {
+    return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
+                     absl::StrCat("backend cpu has no kernel for format ", std::string(Name(packed.format))));
+  }
+  const uint64_t bytes = packed.bytes().total() + bias.size() * sizeof(float);
+  if (bytes > weights.bytes()) SPMMD_RETURN_IF_ERROR(budget().Grow(weights, bytes - weights.bytes()));
+  weights.ShrinkTo(bytes);
+  return std::make_unique<CpuLayer>(std::move(packed), std::move(bias), std::move(weights));
+}
+
+absl::StatusOr<DenseMatrix> CpuDevice::ReadBack(const ResidentLayer& layer) const {
+  return Unpack(static_cast<const CpuLayer&>(layer).packed());
+}
+
+absl::Status CpuDevice::Run(Job& job) { return runner_->Run(job); }
+
+}  // namespace spmmd::server

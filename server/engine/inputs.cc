@@ -1,0 +1,235 @@
+// BindInputs: from the tensors of a request to the values of a job.
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/format/dense.h"
+#include "server/catalog/types.h"
+#include "server/engine/program.h"
+#include "server/errors.h"
+
+namespace spmmd::server {
+namespace {
+
+struct Shape {
+  DType dtype = DType::kF32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  uint64_t bytes() const { return static_cast<uint64_t>(rows) * static_cast<uint64_t>(cols) * SizeOf(dtype); }
+};
+
+// The checks that a dense and a sparse tensor share. `Message` has dtype and shape.
+template <typename Message>
+absl::StatusOr<Shape> ReadShape(const Message& tensor, const std::string& path, int64_t max_tokens) {
+  Shape shape;
+  if (tensor.dtype() == pb::DATA_TYPE_UNSPECIFIED) return FieldError(absl::StrCat(path, ".dtype"), "must be set");
+  const std::optional<DType> dtype = FromProto(tensor.dtype());
+  if (!dtype.has_value()) {
+    return FieldError(absl::StrCat(path, ".dtype"), absl::StrCat("unknown value ", static_cast<int>(tensor.dtype())));
+  }
+  shape.dtype = *dtype;
+  if (tensor.shape_size() != 2) {
+    return FieldError(absl::StrCat(path, ".shape"),
+                      absl::StrCat(tensor.shape_size(), " dimensions, expected 2: [rows, columns]"));
+  }
+  shape.rows = tensor.shape(0);
+  shape.cols = tensor.shape(1);
+  if (shape.rows < 0) return FieldError(absl::StrCat(path, ".shape[0]"), absl::StrCat(shape.rows, " is negative"));
+  if (shape.rows > max_tokens) {
+    return FieldError(absl::StrCat(path, ".shape[0]"),
+                      absl::StrCat(shape.rows, " rows exceed the limit of ", max_tokens, " tokens"));
+  }
+  if (shape.cols < 1 || shape.cols > kMaxDim) {
+    return FieldError(absl::StrCat(path, ".shape[1]"), absl::StrCat(shape.cols, " is not within 1 to ", kMaxDim));
+  }
+  // No overflow: rows <= max_tokens < 2^31, columns <= 2^24, 4 bytes.
+  return shape;
+}
+
+absl::Status ByteCount(const std::string& path, uint64_t expected, uint64_t got) {
+  return FieldError(path, absl::StrCat("expected ", expected, " bytes, got ", got));
+}
+
+// Elements must be aligned for the kernels; bytes inside a message need not be.
+template <typename T>
+bool Aligned(const char* data) {
+  return reinterpret_cast<uintptr_t>(data) % alignof(T) == 0;
+}
+
+absl::Status BindDense(const pb::Tensor& tensor, const std::string& path, int64_t max_tokens, InputValue* value,
+                       int64_t* rows, int64_t* cols, uint64_t* bytes) {
+  SPMMD_ASSIGN_OR_RETURN(const Shape shape, ReadShape(tensor, path, max_tokens));
+  if (tensor.has_region()) {
+    return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
+                     absl::StrCat(path, ".region: this server has no shared memory"));
+  }
+  if (tensor.content_case() != pb::Tensor::kData) return FieldError(path, "one of data, region must be set");
+  const std::string& data = tensor.data();
+  if (data.size() != shape.bytes()) return ByteCount(absl::StrCat(path, ".data"), shape.bytes(), data.size());
+  value->dense = {reinterpret_cast<const std::byte*>(data.data()), shape.dtype, shape.rows, shape.cols, shape.cols};
+  if (!Aligned<float>(data.data())) {
+    value->aligned.assign(shape.bytes() / sizeof(float) + 1, 0);
+    std::memcpy(value->aligned.data(), data.data(), data.size());
+    value->dense.data = reinterpret_cast<const std::byte*>(value->aligned.data());
+  }
+  *rows = shape.rows;
+  *cols = shape.cols;
+  *bytes += data.size();
+  return absl::OkStatus();
+}
+
+float ElementAt(DType dtype, const char* data, size_t i) {
+  if (dtype == DType::kF32) {
+    float value;
+    std::memcpy(&value, data + i * sizeof(value), sizeof(value));
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, data + i * sizeof(bits), sizeof(bits));
+  return dtype == DType::kF16 ? F16ToFloat(bits) : Bf16ToFloat(bits);
+}
+
+absl::Status ReadOffsets(const std::string& bytes, const std::string& path, const Shape& shape, uint64_t entries,
+                         std::vector<uint64_t>* offsets) {
+  if (bytes.empty() && shape.rows == 1) {
+    *offsets = {0, entries};
+    return absl::OkStatus();
+  }
+  const uint64_t count = static_cast<uint64_t>(shape.rows) + 1;
+  if (bytes.size() != count * sizeof(uint64_t)) return ByteCount(path, count * sizeof(uint64_t), bytes.size());
+  offsets->resize(count);
+  std::memcpy(offsets->data(), bytes.data(), bytes.size());
+  if (offsets->front() != 0)
+    return FieldError(absl::StrCat(path, "[0]"), absl::StrCat(offsets->front(), ", expected 0"));
+  for (size_t i = 1; i < count; ++i) {
+    if ((*offsets)[i] < (*offsets)[i - 1]) {
+      return FieldError(absl::StrCat(path, "[", i, "]"),
+                        absl::StrCat((*offsets)[i], " is less than the offset before it, ", (*offsets)[i - 1]));
+    }
+  }
+  if (offsets->back() != entries) {
+    return FieldError(absl::StrCat(path, "[", shape.rows, "]"),
+                      absl::StrCat(offsets->back(), ", expected the number of indices, ", entries));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status BindSparse(const pb::SparseTensor& tensor, const std::string& path, int64_t max_tokens, InputValue* value,
+                        int64_t* rows, int64_t* cols, uint64_t* bytes) {
+  SPMMD_ASSIGN_OR_RETURN(const Shape shape, ReadShape(tensor, path, max_tokens));
+  if (tensor.indices().size() % sizeof(uint32_t) != 0) {
+    return FieldError(absl::StrCat(path, ".indices"),
+                      absl::StrCat(tensor.indices().size(), " bytes are not a multiple of 4"));
+  }
+  const uint64_t entries = tensor.indices().size() / sizeof(uint32_t);
+  if (tensor.values().size() != entries * SizeOf(shape.dtype)) {
+    return ByteCount(absl::StrCat(path, ".values"), entries * SizeOf(shape.dtype), tensor.values().size());
+  }
+  SparseRows& sparse = value->sparse.emplace();
+  sparse.rows = shape.rows;
+  sparse.cols = shape.cols;
+  SPMMD_RETURN_IF_ERROR(
+      ReadOffsets(tensor.row_offsets(), absl::StrCat(path, ".row_offsets"), shape, entries, &sparse.offsets));
+  if (Aligned<uint32_t>(tensor.indices().data())) {
+    sparse.indices = {reinterpret_cast<const uint32_t*>(tensor.indices().data()), entries};
+  } else {
+    sparse.owned_indices.resize(entries);
+    std::memcpy(sparse.owned_indices.data(), tensor.indices().data(), tensor.indices().size());
+    sparse.indices = sparse.owned_indices;
+  }
+  for (int64_t row = 0; row < shape.rows; ++row) {
+    const uint64_t begin = sparse.offsets[static_cast<size_t>(row)];
+    const uint64_t end = sparse.offsets[static_cast<size_t>(row) + 1];
+    for (uint64_t i = begin; i < end; ++i) {
+      const uint32_t index = sparse.indices[i];
+      if (index >= static_cast<uint64_t>(shape.cols)) {
+        return FieldError(absl::StrCat(path, ".indices[", i, "]"),
+                          absl::StrCat(index, " is not below the number of columns, ", shape.cols));
+      }
+      if (i > begin && index <= sparse.indices[i - 1]) {
+        return FieldError(
+            absl::StrCat(path, ".indices[", i, "]"),
+            absl::StrCat(index, " after ", sparse.indices[i - 1], " in row ", row, ": not strictly ascending"));
+      }
+    }
+  }
+  sparse.values.resize(entries);
+  for (size_t i = 0; i < entries; ++i) sparse.values[i] = ElementAt(shape.dtype, tensor.values().data(), i);
+  *rows = shape.rows;
+  *cols = shape.cols;
+  *bytes += tensor.indices().size() + tensor.values().size() + tensor.row_offsets().size();
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int64_t max_tokens, Job* job) {
+  const size_t count = plan.input_names.size();
+  job->inputs.clear();
+  job->inputs.resize(count);
+  std::vector<bool> seen(count);
+  std::vector<int64_t> class_cols = plan.class_cols;
+  // Who fixed a width that the plan leaves open, for messages.
+  std::string rows_from;
+  for (int i = 0; i < request.inputs_size(); ++i) {
+    const pb::NamedInput& input = request.inputs(i);
+    const std::string path = absl::StrCat("inputs[", i, "]");
+    size_t index = 0;
+    while (index < count && plan.input_names[index] != input.name()) ++index;
+    if (index == count) {
+      return FieldError(absl::StrCat(path, ".name"),
+                        absl::StrCat("\"", input.name(), "\" is not an input of the program"));
+    }
+    if (seen[index])
+      return FieldError(absl::StrCat(path, ".name"), absl::StrCat("\"", input.name(), "\" is given twice"));
+    seen[index] = true;
+
+    InputValue& value = job->inputs[index];
+    int64_t rows = 0;
+    int64_t cols = 0;
+    std::string value_path;
+    if (input.has_dense()) {
+      value_path = absl::StrCat(path, ".dense");
+      SPMMD_RETURN_IF_ERROR(BindDense(input.dense(), value_path, max_tokens, &value, &rows, &cols, &job->bytes));
+    } else if (input.has_sparse()) {
+      value_path = absl::StrCat(path, ".sparse");
+      if (plan.input_dense_only[index]) {
+        return FieldError(value_path, absl::StrCat("\"", input.name(),
+                                                   "\" is read by an element-wise step, which takes "
+                                                   "dense inputs only"));
+      }
+      SPMMD_RETURN_IF_ERROR(BindSparse(input.sparse(), value_path, max_tokens, &value, &rows, &cols, &job->bytes));
+    } else {
+      return FieldError(path, "one of dense, sparse must be set");
+    }
+    int64_t& expected = class_cols[static_cast<size_t>(plan.width_class[index])];
+    if (expected >= 0 && cols != expected) {
+      return FieldError(absl::StrCat(value_path, ".shape[1]"),
+                        absl::StrCat(cols, " columns, expected ", expected, " (K of the layers that read it)"));
+    }
+    expected = cols;
+    if (rows_from.empty()) {
+      job->rows = rows;
+      rows_from = input.name();
+    } else if (rows != job->rows) {
+      return FieldError(absl::StrCat(value_path, ".shape[0]"),
+                        absl::StrCat(rows, " rows, but input \"", rows_from, "\" has ", job->rows));
+    }
+  }
+  for (size_t index = 0; index < count; ++index) {
+    if (!seen[index]) {
+      return FieldError("inputs", absl::StrCat("input \"", plan.input_names[index], "\" of the program is missing"));
+    }
+  }
+  job->step_cols.resize(plan.steps.size());
+  for (size_t s = 0; s < plan.steps.size(); ++s) {
+    job->step_cols[s] = class_cols[static_cast<size_t>(plan.width_class[count + s])];
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace spmmd::server
