@@ -295,7 +295,27 @@ __device__ __forceinline__ bool StageX(const RowStreamArgs& args, int first, int
   return too_large;
 }
 
-template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX, int kDepth, int kOccupancy>
+// Shared memory of a launch, in bytes from its start; the host sizes it with Total().
+struct SharedLayout {
+  int partial;  // float [token][thread]; a thread's own slot of token 0 holds its exponents during the main loop
+  int out_row;  // int [row]: row of W, or -1
+  int bias;     // float [row]
+  int staged;   // activations
+  int escapes;  // uint32 [warp][round][lane]
+  int total;
+
+  __host__ __device__ SharedLayout(int threads, int rows, int tokens, int column_bytes, int staged_columns, bool coded)
+      : partial(0),
+        out_row(threads * tokens * 4),
+        bias(out_row + rows * 4),
+        staged((bias + rows * 4 + 15) / 16 * 16),
+        escapes(staged + staged_columns * column_bytes),
+        total(escapes + (coded ? threads * kEscapeRounds * 4 : 0)) {}
+};
+
+// kSegmented: K exceeds one segment. A kernel of its own, because the loop over segments costs registers.
+template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX, bool kSegmented, int kDepth,
+          int kOccupancy>
 __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const __grid_constant__ RowStreamArgs args) {
   using T = Traits<kCoding, kBf16, kRunBits, kTokens, kWideX>;
   extern __shared__ __align__(16) uint8_t shared[];
@@ -304,44 +324,25 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
   const int lane = thread % kWarpLanes;
   const int warp = thread / kWarpLanes;
   const int warps = threads / kWarpLanes;
-  // Shared memory: partial sums [token][thread], activations, escape rounds [warp][round][lane].
-  float* partial = reinterpret_cast<float*>(shared);
-  uint8_t* staged = shared + threads * kTokens * 4;
 
   int g = 0;
   while (g + 1 < args.layers && blockIdx.x >= args.layer[g + 1].first_tile) ++g;
   const RowStreamLayerArgs& layer = args.layer[g];
   const uint32_t row_tile = blockIdx.x - layer.first_tile;
   const int rows = layer.rows_per_tile;
-
-  // Loaded ahead: the epilogue should not wait for device memory.
-  int out_row = -1;
-  float bias = 0.f;
-  if (thread < rows) {
-    const uint32_t position = row_tile * static_cast<uint32_t>(rows) + static_cast<uint32_t>(thread);
-    if (layer.row_order != nullptr) {
-      const uint32_t row = __ldg(layer.row_order + position);
-      out_row = row == row_stream::kNoRow ? -1 : static_cast<int>(row);
-    } else {
-      out_row = position < static_cast<uint32_t>(layer.m) ? static_cast<int>(position) : -1;
-    }
-    if (layer.bias != nullptr && out_row >= 0) bias = __ldg(layer.bias + out_row);
-  }
+  const SharedLayout at(threads, rows, kTokens, T::kColumnBytes, args.staged_columns, T::kCoded);
+  float* const partial = reinterpret_cast<float*>(shared + at.partial);
+  const uint32_t x_base = SharedAddress(shared + at.staged);
 
   float total[kTokens] = {};
-  for (int segment = 0; segment < args.segments; ++segment) {
-    const int64_t tile = static_cast<int64_t>(row_tile) * args.segments + segment;
-    int blocks = layer.uniform_blocks;
-    int64_t first_block = tile * warps * blocks;
-    row_stream::TileHeader header = {};
-    if (blocks == 0 || T::kCoded) {
-      const uint4 words = __ldg(reinterpret_cast<const uint4*>(layer.tiles + tile));
-      header = {words.x, words.y, words.z, words.w};
-    }
-    if (blocks == 0) {
-      blocks = static_cast<int>(header.blocks);
-      first_block = header.first_block;
-    }
+  const int segments = kSegmented ? args.segments : 1;
+#pragma unroll 1
+  for (int segment = 0; segment < segments; ++segment) {
+    const int64_t tile = static_cast<int64_t>(row_tile) * segments + segment;
+    const int blocks =
+        layer.uniform_blocks != 0 ? layer.uniform_blocks : static_cast<int>(__ldg(&layer.tiles[tile].blocks));
+    const int64_t first_block =
+        layer.uniform_blocks != 0 ? tile * warps * blocks : int64_t{__ldg(&layer.tiles[tile].first_block)};
     const uint8_t* block = layer.stream + (first_block + static_cast<int64_t>(warp) * blocks) * T::kBlockBytes;
     LaneWords words[kDepth];
 #pragma unroll
@@ -350,45 +351,53 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
     }
     const uint32_t start = __ldg(layer.starts + tile * threads + thread);
     int base = 0;
-    if constexpr (T::kCoded) base = __ldg(layer.bases + tile * rows + thread % rows);
+    int escape_rounds = 0;
+    uint32_t first_escape_unit = 0;
+    if constexpr (T::kCoded) {
+      base = __ldg(layer.bases + tile * rows + thread % rows);
+      first_escape_unit = __ldg(&layer.tiles[tile].first_escape_unit);
+      escape_rounds = (static_cast<int>(__ldg(&layer.tiles[tile].escape_units)) - warp + warps - 1) / warps;
+    }
 
     if (segment == 0) {
+      // What the epilogue needs, so that it does not wait for device memory.
+      if (thread < rows) {
+        const uint32_t position = row_tile * static_cast<uint32_t>(rows) + static_cast<uint32_t>(thread);
+        int row = position < static_cast<uint32_t>(layer.m) ? static_cast<int>(position) : -1;
+        if (layer.row_order != nullptr && row >= 0) row = static_cast<int>(__ldg(layer.row_order + position));
+        reinterpret_cast<int*>(shared + at.out_row)[thread] = row;
+        reinterpret_cast<float*>(shared + at.bias)[thread] =
+            layer.bias != nullptr && row >= 0 ? __ldg(layer.bias + row) : 0.f;
+      }
       WaitForPrerequisites();
     } else {
       __syncthreads();  // every warp is done with the last segment's activations
     }
-    const int first = segment * args.segment_columns;
-    const int columns = min(args.segment_columns, args.k - first);
-    int exponent = kStagedExponent;
+    const int first = kSegmented ? segment * args.segment_columns : 0;
+    const int columns = kSegmented ? min(args.segment_columns, args.k - first) : args.k;
     if constexpr (T::kCoded) {
-      if (__syncthreads_or(StageX<T, kBf16, kTokens, kWideX>(args, first, columns, staged, true))) {
+      int exponent = kStagedExponent;
+      if (__syncthreads_or(StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, true))) {
         exponent = 0;
-        StageX<T, kBf16, kTokens, kWideX>(args, first, columns, staged, false);
+        StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, false);
         __syncthreads();
       }
-    } else {
-      StageX<T, kBf16, kTokens, kWideX>(args, first, columns, staged, false);
-      __syncthreads();
-    }
-
-    const uint32_t x_base = SharedAddress(staged);
-    uint32_t cursor = x_base + start * T::kColumnBytes;
-    uint32_t escape_slots = 0;
-    int escape_rounds = 0;
-    const uint32_t* escapes = nullptr;
-    if constexpr (T::kCoded) {
-      escape_rounds = (static_cast<int>(header.escape_units) - warp + warps - 1) / warps;
-      escapes = layer.escapes + (static_cast<int64_t>(header.first_escape_unit) + warp) * kWarpLanes + lane;
-      escape_slots = x_base + static_cast<uint32_t>(args.staged_columns * T::kColumnBytes) +
-                     static_cast<uint32_t>((warp * kEscapeRounds * kWarpLanes + lane) * 4);
+      reinterpret_cast<int*>(partial)[thread] = base << 8 | exponent;
+      const uint32_t* escapes = layer.escapes + (static_cast<int64_t>(first_escape_unit) + warp) * kWarpLanes + lane;
+      const uint32_t slot =
+          SharedAddress(shared + at.escapes) + static_cast<uint32_t>((warp * kEscapeRounds * kWarpLanes + lane) * 4);
       const int prefetched = min(escape_rounds, kEscapeRounds);
       for (int i = 0; i < prefetched; ++i) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(escape_slots + i * kWarpLanes * 4),
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(slot + i * kWarpLanes * 4),
                      "l"(escapes + static_cast<int64_t>(i) * warps * kWarpLanes)
                      : "memory");
       }
+    } else {
+      StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, false);
+      __syncthreads();
     }
 
+    uint32_t cursor = x_base + start * T::kColumnBytes;
     float sum[2][kTokens] = {};
     int left = blocks - 2 * kDepth;
     block += kDepth * T::kBlockBytes;
@@ -414,9 +423,11 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
     for (int j = 0; j < kDepth - 1; ++j) {
       if (kDepth + j < left) Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
     }
-    if (segment + 1 == args.segments) TriggerDependents();
+    if (segment + 1 == segments) TriggerDependents();
 
     if constexpr (T::kCoded) {
+      const int packed = reinterpret_cast<const int*>(partial)[thread];
+      const int exponent = packed & 0xff;
       float escaped[kTokens] = {};
       const float unscale = exponent == 0 ? 1.f : 1.f / kStagedScale;
       const auto apply = [&](uint32_t entry) {
@@ -426,23 +437,32 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) escaped[n] = fmaf(w, x[n] * unscale, escaped[n]);
       };
+      const uint32_t slot =
+          SharedAddress(shared + at.escapes) + static_cast<uint32_t>((warp * kEscapeRounds * kWarpLanes + lane) * 4);
       asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll 1
       for (int i = 0; i < min(escape_rounds, kEscapeRounds); ++i) {
-        apply(LoadShared32(escape_slots + static_cast<uint32_t>(i * kWarpLanes * 4)));
+        apply(LoadShared32(slot + static_cast<uint32_t>(i * kWarpLanes * 4)));
       }
-      for (int i = kEscapeRounds; i < escape_rounds; i += 4) {
-        uint32_t entry[4];
+      if (escape_rounds > kEscapeRounds) {
+        const uint32_t* escapes =
+            layer.escapes + (static_cast<int64_t>(__ldg(&layer.tiles[tile].first_escape_unit)) + warp) * kWarpLanes +
+            lane;
+#pragma unroll 1
+        for (int i = kEscapeRounds; i < escape_rounds; i += 4) {
+          uint32_t entry[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          entry[j] = i + j < escape_rounds ? __ldg(escapes + static_cast<int64_t>(i + j) * warps * kWarpLanes) : 0u;
+          for (int j = 0; j < 4; ++j) {
+            entry[j] = i + j < escape_rounds ? __ldg(escapes + static_cast<int64_t>(i + j) * warps * kWarpLanes) : 0u;
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) apply(entry[j]);
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) apply(entry[j]);
       }
 #pragma unroll
       for (int n = 0; n < kTokens; ++n) {
         const float row_sum = kTokens == 1 ? sum[0][n] + sum[1][n] : sum[0][n];
-        total[n] += ldexpf(row_sum, base - exponent) + escaped[n];
+        total[n] += ldexpf(row_sum, (packed >> 8) - exponent) + escaped[n];
       }
     } else {
 #pragma unroll
@@ -453,39 +473,45 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
 #pragma unroll
   for (int n = 0; n < kTokens; ++n) partial[n * threads + thread] = total[n];
   __syncthreads();
-  if (thread < rows && out_row >= 0) {
-    const Epilogue epilogue = {layer.y, nullptr, layer.y_stride, layer.y_dtype, layer.activation};
+  if (thread >= rows) return;
+  const int row = reinterpret_cast<const int*>(shared + at.out_row)[thread];
+  if (row < 0) return;
+  const float bias = reinterpret_cast<const float*>(shared + at.bias)[thread];
+  const Epilogue epilogue = {layer.y, nullptr, layer.y_stride, layer.y_dtype, layer.activation};
 #pragma unroll
-    for (int n = 0; n < kTokens; ++n) {
-      float y = 0.f;
-      const float* column = partial + n * threads + thread;
+  for (int n = 0; n < kTokens; ++n) {
+    float y = bias;
+    const float* column = partial + n * threads + thread;
 #pragma unroll 4
-      for (int p = 0; p < layer.pieces; ++p) y += column[p * rows];
-      StoreOutput(epilogue, n, out_row, y + bias);
-    }
+    for (int p = 0; p < layer.pieces; ++p) y += column[p * rows];
+    StoreOutput(epilogue, n, row, y);
   }
 }
 
 template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX>
-const void* PickVariant(RowStreamVariant variant) {
+const void* PickVariant(const RowStreamKernelKey& key) {
+  const RowStreamVariant variant = key.variant;
+  if (key.segmented) {
+    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, true, 2, 2>);
+  }
   if constexpr (kTokens == 1 && !kWideX) {
     if (variant == RowStreamVariant::kDepth3Occupancy2) {
-      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, 3, 2>);
+      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, false, 3, 2>);
     }
     if (variant == RowStreamVariant::kDepth4Occupancy2) {
-      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, 4, 2>);
+      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, false, 4, 2>);
     }
-    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, 2, 3>);
+    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, false, 2, 3>);
   } else {
-    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, 2, 2>);
+    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, false, 2, 2>);
   }
 }
 
 template <Coding kCoding, bool kBf16>
 const void* PickKernel(const RowStreamKernelKey& key) {
   const auto by_width = [&]<int kRunBits, int kTokens>() {
-    return key.wide_x ? PickVariant<kCoding, kBf16, kRunBits, kTokens, true>(key.variant)
-                      : PickVariant<kCoding, kBf16, kRunBits, kTokens, false>(key.variant);
+    return key.wide_x ? PickVariant<kCoding, kBf16, kRunBits, kTokens, true>(key)
+                      : PickVariant<kCoding, kBf16, kRunBits, kTokens, false>(key);
   };
   const auto by_tokens = [&]<int kRunBits>() -> const void* {
     switch (key.tokens) {

@@ -64,6 +64,7 @@ struct RowStreamKernelKey {
   int run_bits;
   int tokens;   // 1..kMaxSpmvTokens
   bool wide_x;  // activations staged as fp32: fp32 ones, and 16-bit ones of another type than the weights
+  bool segmented;
   RowStreamVariant variant;
 };
 

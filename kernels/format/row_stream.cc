@@ -232,17 +232,19 @@ class Packer {
   double Cost(const Plan& plan, const std::vector<uint32_t>& lengths, double stored_bytes) const {
     const double tiles = static_cast<double>(CeilDiv(static_cast<int64_t>(lengths.size()), plan.rows_per_tile));
     const double per_sm = tiles / tuning_.multiprocessors;
-    const double resident = std::max(1, 40 / plan.warps);
+    const double resident = std::max(1, 48 / plan.warps);
     // The last wave: multiprocessors with one tile more than the mean hold the others up, the less so the more tiles
     // each has and the more of them run at once.
     const double imbalance = std::ceil(per_sm) / per_sm - 1.0;
-    const double shared = std::min(1.0, 1.0 / std::max(1.0, per_sm / resident));
+    const double shared = std::clamp(resident / per_sm, 0.5, 1.0);
+    // Too few warps on a multiprocessor leave too few bytes in flight.
+    const double active = std::min(std::ceil(per_sm), resident) * plan.warps;
+    const double idle = std::max(0.0, 1.0 - active / 36.0);
     const double threads_lost =
         1.0 - static_cast<double>(plan.pieces() * plan.rows_per_tile) / (kWarpLanes * plan.warps);
     const double staging = 0.5 * tiles * static_cast<double>(w_.cols) * 2.0;
-    const double latency = 24e3 * 8.0 / plan.warps;  // few warps hide less latency
-    return (stored_bytes + staging) * (1.0 + 0.35 * imbalance * std::max(shared, 0.5)) * (1.0 + 0.2 * threads_lost) +
-           latency;
+    return (stored_bytes + staging) * (1.0 + 0.35 * imbalance * shared) * (1.0 + 0.2 * threads_lost) *
+           (1.0 + 0.6 * idle);
   }
 
   double StoredBytes(const Plan& plan, const std::vector<uint32_t>& lengths) const {
@@ -314,9 +316,12 @@ class Packer {
     // A per-tile block count is a dependent load before the first byte of the stream: about 0.6 us, so it must save
     // what memory moves in that time.
     constexpr double kTableBytes = 2.5e6;
+    const bool forced = tuning_.rows_per_tile != 0;
     const auto consider = [&](int warps, int rows) {
       plan.warps = warps;
       plan.rows_per_tile = rows;
+      // A lane's padding runs over the end of the segment: shared memory must hold that much more of x.
+      if (!forced && PadColumns(CeilDiv(sorted[0], int64_t{plan.pieces()} * kBlockSlots)) > 4096) return;
       const bool may_sort = tuning_.sort_rows.value_or(true);
       const bool must_sort = tuning_.sort_rows.value_or(false);
       for (int variant = 0; variant < 3; ++variant) {
