@@ -5,17 +5,22 @@
 #include <iterator>
 #include <string>
 
+#include "kernels/cuda/row_stream_spmv.h"
+
 namespace spmmd::cuda {
 namespace {
 
 // Order is the kernel's number in the ABI of one build; callers find kernels by name.
 const Kernel* const kKernels[] = {
     &kDenseCublasLt,
+    &kSpmmSlab,
+    &kRowStreamSpmv,
 };
 
 const FormatHooks kFormats[] = {
     {kFormatDense, ValidateDense},
     {kFormatBitmapGpu, ValidateBitmapGpu},
+    {kFormatRowStream, ValidateRowStream},
 };
 
 bool IsDtype(int32_t dtype) { return dtype >= kF16 && dtype <= kF32; }

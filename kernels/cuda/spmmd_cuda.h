@@ -174,6 +174,8 @@ SPMMD_CUDA_API void spmmd_cuda_layer_free(spmmd_cuda_layer* layer);
 /* Launched with programmatic dependent launch: the prologue and the first weight loads may overlap the end of the
  * kernel before it in the stream. Correct in any stream; pays in chains of matmuls. */
 #define SPMMD_CUDA_FLAG_CHAIN 1u
+/* Benchmarks only: bits 8..11 hold 1 + the number of a kernel's internal variant; 0 leaves the choice to the kernel. */
+#define SPMMD_CUDA_FLAG_VARIANT_SHIFT 8
 
 /* Y = activation(X * W^T + bias). All pointers are device memory. */
 typedef struct {

@@ -1,0 +1,365 @@
+// Every kernel with dense activations against float64: odd shapes, densities, dtypes, alignments, epilogues; outputs
+// poisoned before and fenced around; determinism; graphs; bad input.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/format/bitmap_gpu.h"
+#include "kernels/format/packed_layer.h"
+#include "kernels/format/reference.h"
+#include "tests/kernels/cuda/gpu.h"
+
+namespace spmmd::gpu_test {
+namespace {
+
+DenseMatrix RandomMatrix(DType dtype, int64_t rows, int64_t cols, double density, double sigma, uint32_t seed) {
+  std::mt19937 rng(seed);
+  std::normal_distribution<float> normal;
+  std::uniform_real_distribution<double> uniform;
+  std::vector<double> scale(static_cast<size_t>(cols));
+  for (double& s : scale) s = std::exp(sigma * static_cast<double>(normal(rng)));
+  DenseMatrix wide = *DenseMatrix::Create(DType::kF32, rows, cols);
+  for (int64_t r = 0; r < rows; ++r) {
+    auto* row = reinterpret_cast<float*>(wide.mutable_view().row(r));
+    for (int64_t c = 0; c < cols; ++c) {
+      if (uniform(rng) < density * scale[static_cast<size_t>(c)]) row[c] = normal(rng);
+    }
+  }
+  DenseMatrix out = *DenseMatrix::Create(dtype, rows, cols);
+  EXPECT_TRUE(ConvertDense(wide.view(), out.mutable_view()).ok());
+  return out;
+}
+
+struct Options {
+  DType x_dtype = DType::kF16;
+  DType y_dtype = DType::kF16;
+  Activation activation = Activation::kNone;
+  bool bias = false;
+  int64_t x_pad = 0;     // elements added to X's row stride
+  int64_t x_offset = 0;  // elements by which X's first row is shifted
+  int64_t y_pad = 0;
+  int64_t y_offset = 0;
+  uint32_t flags = 0;
+  int launches = 1;
+};
+
+class SpmmTest : public GpuTest {
+ protected:
+  // All kernels that take this layer, against the reference.
+  void Check(const PackedLayer& packed, const DenseMatrix& w, int64_t n, const Options& options, uint32_t seed) {
+    const LayerPtr layer = Upload(packed);
+    ASSERT_NE(layer, nullptr);
+    const int64_t m = w.rows();
+    const int64_t k = w.cols();
+    const DenseMatrix x = RandomMatrix(options.x_dtype, n, k, 1.0, 0.0, seed);
+    std::vector<float> bias;
+    if (options.bias) {
+      std::mt19937 rng(seed + 1);
+      std::normal_distribution<float> normal;
+      for (int64_t i = 0; i < m; ++i) bias.push_back(normal(rng));
+    }
+    // The multiplication is of X rounded to the weights' dtype.
+    DenseMatrix rounded = *DenseMatrix::Create(w.dtype(), n, k);
+    ASSERT_TRUE(ConvertDense(x.view(), rounded.mutable_view()).ok());
+    const Reference reference = ReferenceMatmul(w.view(), rounded.view(), bias, options.activation);
+
+    const size_t x_size = SizeOf(options.x_dtype);
+    const size_t y_size = SizeOf(options.y_dtype);
+    const int64_t x_stride = k + options.x_pad;
+    const int64_t y_stride = m + options.y_pad;
+    DeviceBuffer x_device(static_cast<size_t>(options.x_offset + n * x_stride) * x_size);
+    x_device.Fill(0xff);  // NaN wherever no activation is
+    for (int64_t r = 0; r < n; ++r) {
+      x_device.Upload(x.view().row(r), static_cast<size_t>(k) * x_size,
+                      static_cast<size_t>(options.x_offset + r * x_stride) * x_size);
+    }
+    DeviceBuffer y_device(static_cast<size_t>(options.y_offset + n * y_stride + 64) * y_size);
+    DeviceBuffer bias_device(bias.size() * 4);
+    if (options.bias) bias_device.Upload(bias.data(), bias.size() * 4);
+
+    spmmd_cuda_matmul call = {};
+    call.x = x_device.data() + static_cast<size_t>(options.x_offset) * x_size;
+    call.n = n;
+    call.x_stride = x_stride;
+    call.x_dtype = static_cast<int32_t>(options.x_dtype);
+    call.y_dtype = static_cast<int32_t>(options.y_dtype);
+    call.y = y_device.data() + static_cast<size_t>(options.y_offset) * y_size;
+    call.y_stride = y_stride;
+    call.bias = options.bias ? reinterpret_cast<const float*>(bias_device.data()) : nullptr;
+    call.activation = static_cast<int32_t>(options.activation);
+    call.flags = options.flags;
+    int ran = 0;
+    for (int32_t kernel = 0; kernel < gpu().cuda->kernel_count(); ++kernel) {
+      if (gpu().cuda->can_implement(layer.get(), kernel, &call) != SPMMD_CUDA_OK) continue;
+      SCOPED_TRACE(::testing::Message() << gpu().cuda->kernel_name(kernel) << " M=" << m << " K=" << k << " N=" << n
+                                        << " " << Name(w.dtype()) << " x " << Name(options.x_dtype) << " y "
+                                        << Name(options.y_dtype));
+      uint64_t bytes = 0;
+      GPU_OK(gpu().cuda->workspace_bytes(layer.get(), kernel, &call, &bytes));
+      workspace_.Reserve(bytes);
+      call.workspace = workspace_.data();
+      call.workspace_bytes = bytes;
+      std::vector<std::byte> first;
+      for (int launch = 0; launch < options.launches; ++launch) {
+        y_device.Fill(0xff);
+        GPU_OK(gpu().cuda->launch(layer.get(), kernel, &call, gpu().stream));
+        const std::vector<std::byte> y = y_device.Download();
+        CheckOutput(y, n, m, options, reference, k);
+        if (launch == 0) first = y;
+        EXPECT_EQ(first, y) << "launch " << launch << " differs from the first";
+        if (HasFailure()) return;
+      }
+      ++ran;
+    }
+    EXPECT_GE(ran, 1);
+  }
+
+  static void CheckOutput(const std::vector<std::byte>& y, int64_t n, int64_t m, const Options& options,
+                          const Reference& reference, int64_t k) {
+    const size_t size = SizeOf(options.y_dtype);
+    const int64_t stride = m + options.y_pad;
+    const DenseView view{y.data() + static_cast<size_t>(options.y_offset) * size, options.y_dtype, n, m, stride};
+    const absl::Status status = CompareToReference(view, reference, DefaultTolerance(options.y_dtype, k));
+    EXPECT_TRUE(status.ok()) << status;
+    // Nothing outside the n x m outputs was touched.
+    std::vector<bool> inside(y.size());
+    for (int64_t r = 0; r < n; ++r) {
+      const size_t begin = static_cast<size_t>(options.y_offset + r * stride) * size;
+      std::fill_n(inside.begin() + static_cast<int64_t>(begin), static_cast<size_t>(m) * size, true);
+    }
+    for (size_t i = 0; i < y.size(); ++i) {
+      if (!inside[i] && y[i] != std::byte{0xff}) {
+        ADD_FAILURE() << "byte " << i << " outside the output was written";
+        return;
+      }
+    }
+  }
+
+  // The layer in every format that kernels with dense activations execute.
+  static std::vector<PackedLayer> PackAll(const DenseMatrix& w) {
+    std::vector<PackedLayer> layers;
+    layers.push_back(*Pack(Format::kDense, w.view()));
+    for (const int chunk_cols : {128, 256}) layers.push_back(*bitmap_gpu::Pack(w.view(), {}, chunk_cols));
+    return layers;
+  }
+
+  Workspace workspace_;
+};
+
+TEST_F(SpmmTest, RandomShapesDensitiesAndTypes) {
+  std::mt19937 rng(20240601);
+  const auto pick = [&](auto... values) {
+    const std::vector<std::common_type_t<decltype(values)...>> all = {values...};
+    return all[rng() % all.size()];
+  };
+  for (int round = 0; round < 60 && !HasFailure(); ++round) {
+    const auto m = static_cast<int64_t>(rng() % 300 + 1);
+    const auto k = static_cast<int64_t>(rng() % 300 + 1);
+    const auto n = static_cast<int64_t>(rng() % 130 + 1);
+    const DType dtype = pick(DType::kF16, DType::kBf16);
+    const DenseMatrix w =
+        RandomMatrix(dtype, m, k, pick(0.0, 0.02, 0.3, 0.5, 0.7, 1.0), pick(0.0, 1.0), static_cast<uint32_t>(round));
+    Options options;
+    options.x_dtype = pick(DType::kF16, DType::kBf16, DType::kF32);
+    options.y_dtype = pick(DType::kF16, DType::kBf16, DType::kF32);
+    options.activation = pick(Activation::kNone, Activation::kNone, Activation::kRelu, Activation::kGelu,
+                              Activation::kGeluTanh, Activation::kSilu);
+    options.bias = pick(false, true);
+    options.x_pad = pick(0, 0, 1, 8);
+    options.x_offset = pick(0, 0, 1, 3);
+    options.y_pad = pick(0, 0, 1, 8);
+    options.y_offset = pick(0, 0, 1);
+    options.flags = pick(0u, SPMMD_CUDA_FLAG_CHAIN);
+    for (const PackedLayer& packed : PackAll(w)) Check(packed, w, n, options, static_cast<uint32_t>(round));
+  }
+}
+
+// Shapes on which the schedules take every path: whole rounds, leftovers, splits of K, fewer row blocks than CTAs.
+TEST_F(SpmmTest, LargeShapesOnEveryScheduleAreDeterministic) {
+  const struct {
+    int64_t m, k;
+    double density;
+    double sigma;
+  } shapes[] = {{4096, 2048, 0.5, 0.0}, {2500, 4100, 0.5, 1.0}, {130, 20000, 0.4, 0.0}, {40, 9000, 1.0, 0.0},
+                {16, 30000, 0.5, 0.0},  {9000, 300, 0.3, 0.5},  {2112, 9300, 0.5, 0.0}};
+  for (const auto& shape : shapes) {
+    const DenseMatrix w = RandomMatrix(DType::kBf16, shape.m, shape.k, shape.density, shape.sigma, 7);
+    const std::vector<PackedLayer> layers = PackAll(w);
+    for (const int64_t n : {2, 8, 13, 32, 64}) {
+      Options options;
+      options.x_dtype = DType::kBf16;
+      options.y_dtype = DType::kF32;
+      options.launches = 2;
+      for (const PackedLayer& packed : layers) {
+        Check(packed, w, n, options, 3);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(SpmmTest, AnOutlierDenseChunkFits) {
+  DenseMatrix w = RandomMatrix(DType::kF16, 600, 3000, 0.5, 0.0, 1);
+  for (int64_t r = 32; r < 48; ++r) {
+    auto* row = reinterpret_cast<uint16_t*>(w.mutable_view().row(r));
+    for (int c = 512; c < 1024; ++c) row[c] = FloatToF16(0.5f + static_cast<float>(c % 7));
+  }
+  for (const PackedLayer& packed : PackAll(w)) {
+    for (const int64_t n : {8, 32, 64}) Check(packed, w, n, {}, 9);
+  }
+}
+
+TEST_F(SpmmTest, InfinityAndNanInXStayInTheirToken) {
+  const DenseMatrix w = RandomMatrix(DType::kF16, 64, 256, 1.0, 0.0, 1);
+  DenseMatrix x = RandomMatrix(DType::kF16, 4, 256, 1.0, 0.0, 2);
+  reinterpret_cast<uint16_t*>(x.mutable_view().row(1))[17] = 0x7e00;
+  const Reference reference = ReferenceMatmul(w.view(), x.view());
+  for (const PackedLayer& packed : PackAll(w)) {
+    const LayerPtr layer = Upload(packed);
+    DeviceBuffer x_device(x.bytes());
+    x_device.Upload(x.view().data, x.bytes());
+    DeviceBuffer y(4 * 64 * 4);
+    spmmd_cuda_matmul call = {};
+    call.x = x_device.data();
+    call.n = 4;
+    call.x_stride = 256;
+    call.x_dtype = 1;
+    call.y_dtype = 3;
+    call.y = y.data();
+    call.y_stride = 64;
+    uint64_t bytes = 0;
+    GPU_OK(gpu().cuda->workspace_bytes(layer.get(), SPMMD_CUDA_KERNEL_AUTO, &call, &bytes));
+    workspace_.Reserve(bytes);
+    call.workspace = workspace_.data();
+    call.workspace_bytes = bytes;
+    GPU_OK(gpu().cuda->launch(layer.get(), SPMMD_CUDA_KERNEL_AUTO, &call, gpu().stream));
+    const std::vector<std::byte> out = y.Download();
+    const DenseView view{out.data(), DType::kF32, 4, 64, 64};
+    const absl::Status status = CompareToReference(view, reference, DefaultTolerance(DType::kF32, 256));
+    EXPECT_TRUE(status.ok()) << status;
+  }
+}
+
+TEST_F(SpmmTest, ReplaysFromAGraph) {
+  const DenseMatrix w = RandomMatrix(DType::kF16, 1000, 5000, 0.5, 0.0, 4);
+  const DenseMatrix x = RandomMatrix(DType::kF16, 8, 5000, 1.0, 0.0, 5);
+  const Reference reference = ReferenceMatmul(w.view(), x.view());
+  for (const PackedLayer& packed : PackAll(w)) {
+    for (const uint32_t flags : {0u, SPMMD_CUDA_FLAG_CHAIN}) {
+      const LayerPtr layer = Upload(packed);
+      DeviceBuffer x_device(x.bytes());
+      x_device.Upload(x.view().data, x.bytes());
+      DeviceBuffer y(8 * 1000 * 4);
+      spmmd_cuda_matmul call = {};
+      call.x = x_device.data();
+      call.n = 8;
+      call.x_stride = 5000;
+      call.x_dtype = 1;
+      call.y_dtype = 3;
+      call.y = y.data();
+      call.y_stride = 1000;
+      call.flags = flags;
+      uint64_t bytes = 0;
+      GPU_OK(gpu().cuda->workspace_bytes(layer.get(), SPMMD_CUDA_KERNEL_AUTO, &call, &bytes));
+      workspace_.Reserve(bytes);
+      call.workspace = workspace_.data();
+      call.workspace_bytes = bytes;
+      spmmd_cuda_graph graph = nullptr;
+      GPU_OK(gpu().cuda->graph_begin(gpu().device, gpu().stream));
+      for (int i = 0; i < 5; ++i) {
+        GPU_OK(gpu().cuda->launch(layer.get(), SPMMD_CUDA_KERNEL_AUTO, &call, gpu().stream));
+      }
+      GPU_OK(gpu().cuda->graph_end(gpu().device, gpu().stream, &graph));
+      for (int replay = 0; replay < 3; ++replay) {
+        y.Fill(0xff);
+        GPU_OK(gpu().cuda->graph_launch(gpu().device, graph, gpu().stream));
+        const std::vector<std::byte> out = y.Download();
+        const DenseView view{out.data(), DType::kF32, 8, 1000, 1000};
+        const absl::Status status = CompareToReference(view, reference, DefaultTolerance(DType::kF32, 5000));
+        EXPECT_TRUE(status.ok()) << status;
+      }
+      GPU_OK(gpu().cuda->graph_destroy(gpu().device, graph));
+    }
+  }
+}
+
+class SpmmInputTest : public SpmmTest {
+ protected:
+  void SetUp() override {
+    SpmmTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    packed_ = *Pack(Format::kBitmapGpu, RandomMatrix(DType::kF16, 40, 50, 0.5, 0.0, 1).view());
+    layer_ = Upload(packed_);
+    call_.n = 4;
+    call_.x_stride = 50;
+    call_.x_dtype = 1;
+    call_.y_dtype = 1;
+    call_.y_stride = 40;
+  }
+
+  void ExpectRefused(const std::string& field) {
+    int32_t kernel = -1;
+    EXPECT_EQ(gpu().cuda->select_kernel(layer_.get(), &call_, &kernel), SPMMD_CUDA_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(gpu().cuda->last_error()).rfind(field + ":", 0), 0u) << gpu().cuda->last_error();
+  }
+
+  PackedLayer packed_;
+  LayerPtr layer_{nullptr, nullptr};
+  spmmd_cuda_matmul call_ = {};
+};
+
+TEST_F(SpmmInputTest, NamesTheFieldOfABadCall) {
+  const spmmd_cuda_matmul good = call_;
+  call_.n = -1;
+  ExpectRefused("n");
+  call_ = good;
+  call_.x_stride = 49;
+  ExpectRefused("x_stride");
+  call_ = good;
+  call_.y_stride = 39;
+  ExpectRefused("y_stride");
+  call_ = good;
+  call_.x_dtype = 0;
+  ExpectRefused("x_dtype");
+  call_ = good;
+  call_.y_dtype = 4;
+  ExpectRefused("y_dtype");
+  call_ = good;
+  call_.activation = 9;
+  ExpectRefused("activation");
+  call_ = good;
+  call_.x = reinterpret_cast<const void*>(uintptr_t{1});
+  ExpectRefused("x");
+}
+
+TEST_F(SpmmInputTest, ZeroTokensDoNothing) {
+  call_.n = 0;
+  GPU_OK(gpu().cuda->launch(layer_.get(), SPMMD_CUDA_KERNEL_AUTO, &call_, gpu().stream));
+}
+
+TEST_F(SpmmInputTest, ALaunchNeedsItsWorkspace) {
+  EXPECT_EQ(gpu().cuda->launch(layer_.get(), SPMMD_CUDA_KERNEL_AUTO, &call_, gpu().stream),
+            SPMMD_CUDA_INVALID_ARGUMENT);
+}
+
+TEST_F(SpmmInputTest, CorruptLayersAreRefusedBeforeTheyReachTheDevice) {
+  std::mt19937 rng(5);
+  for (int round = 0; round < 200; ++round) {
+    PackedLayer damaged = *Pack(Format::kBitmapGpu, RandomMatrix(DType::kF16, 40, 300, 0.5, 0.0, 2).view());
+    Buffer& data = damaged.sections[static_cast<size_t>(round % 2)].data;
+    data.mutable_data()[rng() % data.size()] ^= static_cast<std::byte>(1u << (rng() % 8));
+    const CudaLayerDesc desc(damaged);
+    spmmd_cuda_layer* layer = nullptr;
+    const spmmd_cuda_status code = gpu().cuda->layer_upload(gpu().device, &desc.desc, &layer);
+    // The library and the format's own Validate agree.
+    EXPECT_EQ(code == SPMMD_CUDA_OK, Validate(damaged).ok()) << gpu().cuda->last_error();
+    EXPECT_TRUE(code == SPMMD_CUDA_OK || code == SPMMD_CUDA_DATA_LOSS) << code;
+    gpu().cuda->layer_free(layer);
+  }
+}
+
+}  // namespace
+}  // namespace spmmd::gpu_test
