@@ -89,7 +89,7 @@ absl::Status Matmul(const PackedLayer& w, const DenseView& x, const Epilogue& ep
       for (int64_t k = 0; k < w.k; ++k) {
         auto at = static_cast<int64_t>(view.piece_start(block, k));
         for (int64_t s = 0; s < view.strips(block); ++s) {
-          for (uint32_t mask = view.column_masks(block, k)[s]; mask != 0; mask &= mask - 1) {
+          for (uint64_t mask = view.column_masks(block, k)[s]; mask != 0; mask &= mask - 1) {
             const int64_t r = s * bitmap::kStripRows + std::countr_zero(mask);
             const float value = LoadElement(w.dtype, view.values, at++);
             for (int64_t n = 0; n < x.rows; ++n) {

@@ -3,19 +3,22 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
+#include "kernels/format/bitmap_pack.h"
+#include "kernels/format/dense_rows.h"
 
 namespace spmmd::bitmap {
 namespace {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Byte sizes that M and K imply.
+// The sizes that M and K imply.
 struct Geometry {
   int64_t blocks;
   int64_t column_tiles;
@@ -30,52 +33,13 @@ struct Geometry {
 };
 
 template <typename Bits>
-Bits LoadBits(const std::byte* row, int64_t col) {
-  Bits bits;
-  std::memcpy(&bits, row + static_cast<size_t>(col) * sizeof(Bits), sizeof(Bits));
-  return bits;
-}
-
-// Masks and per-piece counts of one tile; returns the tile's nonzeros. counts: kTileCols entries.
-template <typename Bits>
-int64_t ScanTile(const DenseView& w, int64_t row0, int64_t rows, int64_t col0, int64_t cols, int64_t strips,
-                 uint32_t* masks, uint16_t* starts) {
-  std::fill(masks, masks + cols * strips, 0u);
-  for (int64_t r = 0; r < rows; ++r) {
-    const std::byte* row = w.row(row0 + r);
-    for (int64_t c = 0; c < cols; ++c) {
-      const uint32_t bit = IsNonzeroBits(LoadBits<Bits>(row, col0 + c)) ? 1u : 0u;
-      masks[c * strips + r / kStripRows] |= bit << (r % kStripRows);
-    }
-  }
-  int64_t total = 0;
-  for (int64_t c = 0; c < cols; ++c) {
-    starts[c] = static_cast<uint16_t>(total);
-    for (int64_t s = 0; s < strips; ++s) total += std::popcount(masks[c * strips + s]);
-  }
-  return total;
-}
-
-template <typename Bits>
-void FillTile(const DenseView& w, int64_t row0, int64_t col0, int64_t cols, int64_t strips, const uint32_t* masks,
-              Bits* values) {
-  for (int64_t c = 0; c < cols; ++c) {
-    for (int64_t s = 0; s < strips; ++s) {
-      for (uint32_t mask = masks[c * strips + s]; mask != 0; mask &= mask - 1) {
-        *values++ = LoadBits<Bits>(w.row(row0 + s * kStripRows + std::countr_zero(mask)), col0 + c);
-      }
-    }
-  }
-}
-
-template <typename Bits>
 void ExpandTile(const View& view, int64_t block, int64_t col0, int64_t cols, const MutableDenseView& out) {
   const int64_t strips = view.strips(block);
   const auto* values = reinterpret_cast<const Bits*>(view.values) + view.piece_start(block, col0);
   for (int64_t c = col0; c < col0 + cols; ++c) {
-    const uint32_t* masks = view.column_masks(block, c);
+    const uint64_t* masks = view.column_masks(block, c);
     for (int64_t s = 0; s < strips; ++s) {
-      for (uint32_t mask = masks[s]; mask != 0; mask &= mask - 1) {
+      for (uint64_t mask = masks[s]; mask != 0; mask &= mask - 1) {
         const int64_t row = block * kTileRows + s * kStripRows + std::countr_zero(mask);
         std::memcpy(out.row(row) + static_cast<size_t>(c) * sizeof(Bits), values++, sizeof(Bits));
       }
@@ -107,14 +71,20 @@ View MakeView(const PackedLayer& layer) {
   view.blocks = geometry.blocks;
   view.column_tiles = geometry.column_tiles;
   view.values = layer.FindSection(kValues)->data.data();
-  view.masks = layer.FindSection(kMasks)->data.As<uint32_t>().data();
+  view.masks = layer.FindSection(kMasks)->data.As<uint64_t>().data();
   view.tile_starts = layer.FindSection(kTileStarts)->data.As<uint64_t>().data();
-  view.column_starts = layer.FindSection(kColumnStarts)->data.As<uint16_t>().data();
+  view.column_starts = layer.FindSection(kColumnStarts)->data.As<uint32_t>().data();
   return view;
 }
 
+size_t PackedBytes(DType dtype, int64_t m, int64_t k, int64_t nnz) {
+  const Geometry geometry(m, k);
+  return static_cast<size_t>(nnz) * SizeOf(dtype) + static_cast<size_t>(geometry.mask_words) * sizeof(uint64_t) +
+         static_cast<size_t>(geometry.blocks * geometry.column_tiles + 1) * sizeof(uint64_t) +
+         static_cast<size_t>(geometry.blocks * k) * sizeof(uint32_t);
+}
+
 absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options) {
-  if (!options.allow_nonfinite) SPMMD_RETURN_IF_ERROR(CheckFinite(w));
   const Geometry geometry(w.rows, w.cols);
   const int64_t tiles = geometry.blocks * geometry.column_tiles;
   PackedLayer layer;
@@ -126,50 +96,66 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   layer.params[0] = kTileRows;
   layer.params[1] = kTileCols;
 
-  SPMMD_ASSIGN_OR_RETURN(Buffer masks, Buffer::Allocate(static_cast<size_t>(geometry.mask_words) * sizeof(uint32_t)));
-  SPMMD_ASSIGN_OR_RETURN(Buffer tile_starts, Buffer::Allocate(static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
-  SPMMD_ASSIGN_OR_RETURN(Buffer column_starts,
-                         Buffer::Allocate(static_cast<size_t>(geometry.blocks * w.cols) * sizeof(uint16_t)));
-  uint32_t* mask_words = masks.MutableAs<uint32_t>().data();
-  uint64_t* starts = tile_starts.MutableAs<uint64_t>().data();
-  uint16_t* columns = column_starts.MutableAs<uint16_t>().data();
-
   struct Tile {
-    int64_t block, col0, rows, cols, strips;
-    uint32_t* masks;
+    int64_t block, row0, rows, col0, cols;
   };
   const auto tile_at = [&](int64_t t) {
     Tile tile;
     tile.block = t / geometry.column_tiles;
+    tile.row0 = tile.block * kTileRows;
+    tile.rows = std::min(kTileRows, w.rows - tile.row0);
     tile.col0 = t % geometry.column_tiles * kTileCols;
-    tile.rows = std::min(kTileRows, w.rows - tile.block * kTileRows);
     tile.cols = std::min(kTileCols, w.cols - tile.col0);
-    tile.strips = CeilDiv(tile.rows, kStripRows);
-    tile.masks = mask_words + tile.block * w.cols * kStripsPerTile + tile.col0 * tile.strips;
     return tile;
   };
+
+  // First pass: where each tile's values start, and whether any is not finite.
+  SPMMD_ASSIGN_OR_RETURN(Buffer tile_starts, Buffer::Allocate(static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
+  uint64_t* starts = tile_starts.MutableAs<uint64_t>().data();
+  std::atomic<bool> finite{true};
   DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
     const Tile tile = tile_at(t);
-    uint16_t* tile_columns = columns + tile.block * w.cols + tile.col0;
-    const int64_t count = w.dtype == DType::kF32 ? ScanTile<uint32_t>(w, tile.block * kTileRows, tile.rows, tile.col0,
-                                                                      tile.cols, tile.strips, tile.masks, tile_columns)
-                                                 : ScanTile<uint16_t>(w, tile.block * kTileRows, tile.rows, tile.col0,
-                                                                      tile.cols, tile.strips, tile.masks, tile_columns);
-    starts[t + 1] = static_cast<uint64_t>(count);
+    RowStats total;
+    for (int64_t r = tile.row0; r < tile.row0 + tile.rows; ++r) {
+      const RowStats row = ScanRow(w.dtype, w.row(r) + static_cast<size_t>(tile.col0) * SizeOf(w.dtype), tile.cols);
+      total.nnz += row.nnz;
+      total.nonfinite += row.nonfinite;
+    }
+    starts[t + 1] = static_cast<uint64_t>(total.nnz);
+    if (total.nonfinite != 0) finite.store(false, std::memory_order_relaxed);
   });
+  if (!options.allow_nonfinite && !finite.load()) return CheckFinite(w);  // finds the position
   for (int64_t t = 0; t < tiles; ++t) starts[t + 1] += starts[t];
   layer.nnz = static_cast<int64_t>(starts[tiles]);
 
+  SPMMD_ASSIGN_OR_RETURN(Buffer masks, Buffer::Allocate(static_cast<size_t>(geometry.mask_words) * sizeof(uint64_t)));
+  SPMMD_ASSIGN_OR_RETURN(Buffer column_starts,
+                         Buffer::Allocate(static_cast<size_t>(geometry.blocks * w.cols) * sizeof(uint32_t)));
   SPMMD_ASSIGN_OR_RETURN(Buffer values, Buffer::Allocate(static_cast<size_t>(layer.nnz) * SizeOf(w.dtype)));
+  uint64_t* mask_words = masks.MutableAs<uint64_t>().data();
+  uint32_t* columns = column_starts.MutableAs<uint32_t>().data();
   std::byte* out = values.mutable_data();
-  DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
+
+  ThreadPool& pool = DefaultThreadPool();
+  std::vector<std::unique_ptr<PackScratch>> scratch(static_cast<size_t>(pool.size()));
+  pool.ParallelFor(tiles, [&](int64_t t, int worker) {
+    std::unique_ptr<PackScratch>& mine = scratch[static_cast<size_t>(worker)];
+    if (mine == nullptr) mine = std::make_unique_for_overwrite<PackScratch>();
     const Tile tile = tile_at(t);
-    if (w.dtype == DType::kF32) {
-      FillTile(w, tile.block * kTileRows, tile.col0, tile.cols, tile.strips, tile.masks,
-               reinterpret_cast<uint32_t*>(out) + starts[t]);
-    } else {
-      FillTile(w, tile.block * kTileRows, tile.col0, tile.cols, tile.strips, tile.masks,
-               reinterpret_cast<uint16_t*>(out) + starts[t]);
+    const int64_t strips = CeilDiv(tile.rows, kStripRows);
+    uint64_t at = starts[t];
+    for (int64_t c = tile.col0; c < tile.col0 + tile.cols; c += kGroupCols) {
+      const int64_t cols = std::min(kGroupCols, tile.col0 + tile.cols - c);
+      uint64_t* group_masks = mask_words + tile.block * w.cols * kStripsPerTile + c * strips;
+      uint32_t counts[kGroupCols];
+      const int64_t count = PackGroup(w, tile.row0, tile.rows, c, cols, *mine, group_masks, counts);
+      auto start = static_cast<uint32_t>(at - starts[t]);
+      for (int64_t i = 0; i < cols; ++i) {
+        columns[tile.block * w.cols + c + i] = start;
+        start += counts[i];
+      }
+      std::memcpy(out + at * SizeOf(w.dtype), mine->values, static_cast<size_t>(count) * SizeOf(w.dtype));
+      at += static_cast<uint64_t>(count);
     }
   });
   layer.sections.push_back({kValues, SectionClass::kValues, 0, std::move(values)});
@@ -199,16 +185,16 @@ absl::Status Validate(const PackedLayer& layer) {
         absl::StrCat("BITMAP layout version ", layer.layout_version, ", expected ", kLayoutVersion));
   }
   if (layer.params != std::array<int64_t, 8>{kTileRows, kTileCols}) {
-    return absl::DataLossError("BITMAP params: tile sizes are not 512 x 128");
+    return absl::DataLossError("BITMAP params: tile sizes are not 1024 x 512");
   }
   const Geometry geometry(layer.m, layer.k);
   const int64_t tiles = geometry.blocks * geometry.column_tiles;
   SPMMD_RETURN_IF_ERROR(CheckSize(layer, kValues, "values", static_cast<size_t>(layer.nnz) * SizeOf(layer.dtype)));
-  SPMMD_RETURN_IF_ERROR(CheckSize(layer, kMasks, "masks", static_cast<size_t>(geometry.mask_words) * sizeof(uint32_t)));
+  SPMMD_RETURN_IF_ERROR(CheckSize(layer, kMasks, "masks", static_cast<size_t>(geometry.mask_words) * sizeof(uint64_t)));
   SPMMD_RETURN_IF_ERROR(
       CheckSize(layer, kTileStarts, "tile_starts", static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
   SPMMD_RETURN_IF_ERROR(CheckSize(layer, kColumnStarts, "column_starts",
-                                  static_cast<size_t>(geometry.blocks * layer.k) * sizeof(uint16_t)));
+                                  static_cast<size_t>(geometry.blocks * layer.k) * sizeof(uint32_t)));
   const View view = MakeView(layer);
   if (view.tile_starts[0] != 0 || view.tile_starts[tiles] != static_cast<uint64_t>(layer.nnz)) {
     return Corrupt("tile_starts", absl::StrCat("does not run from 0 to nnz = ", layer.nnz));
@@ -222,11 +208,11 @@ absl::Status Validate(const PackedLayer& layer) {
     const int64_t col1 = std::min(layer.k, col0 + kTileCols);
     const int64_t strips = view.strips(block);
     const int64_t edge = view.rows(block) % kStripRows;
-    const uint32_t beyond = edge == 0 ? 0u : ~0u << edge;
+    const uint64_t beyond = edge == 0 ? 0 : ~uint64_t{0} << edge;
     uint64_t count = 0;
     bool ok = true;
     for (int64_t c = col0; c < col1; ++c) {
-      const uint32_t* masks = view.column_masks(block, c);
+      const uint64_t* masks = view.column_masks(block, c);
       ok = ok && view.column_starts[block * layer.k + c] == count && (masks[strips - 1] & beyond) == 0;
       for (int64_t s = 0; s < strips; ++s) count += static_cast<uint64_t>(std::popcount(masks[s]));
     }

@@ -3,25 +3,25 @@
 // One layout serves SpMV, SpMM and SpMspV. W [M, K] is cut into tiles of kTileRows x kTileCols (the last ones may be
 // smaller). Within a tile, every column is a *piece*: the bits of its rows and its packed values in ascending row
 // order. Vector lanes run along M, so that x[k] is a broadcast, and a column that a sparse x does not touch is skipped
-// together with its cache lines: at 50 % a piece of 512 fp16 rows is 64 bytes of mask and about 512 bytes of values.
+// together with its cache lines: at 50 % a piece of 1024 fp16 rows is 128 bytes of mask and about 1 KiB of values.
+// (Measured on Zen 4: with 512 rows hardware prefetchers fetch much of what is skipped; with 2048 the partial sums of
+// SpMV crowd the L1 cache.)
 //
 // Numbers:
-//   tile (b, c)         rows [512 b, 512 b + 512) and columns [128 c, 128 c + 128), clipped to M and K;
-//                       tiles are numbered t = b * column_tiles + c, column_tiles = ceil(K / 128)
-//   strips(b)           ceil(rows of block b / 32); block b is a row of tiles; all blocks but the last have 16 strips
+//   tile (b, c)         rows [1024 b, 1024 b + 1024) and columns [512 c, 512 c + 512), clipped to M and K;
+//                       tiles are numbered t = b * column_tiles + c, column_tiles = ceil(K / 512)
+//   strips(b)           ceil(rows of block b / 64); block b is a row of tiles; all blocks but the last have 16 strips
 // Sections (all little-endian):
 //   kValues (id 1)        dtype values: tile after tile in t order; in a tile column after column; in a column by row
-//   kMasks (id 2)         uint32 [block][K][strips(b)]: bit i of word s is row 512 b + 32 s + i; bits of rows >= M are
+//   kMasks (id 2)         uint64 [block][K][strips(b)]: bit i of word s is row 1024 b + 64 s + i; bits of rows >= M are
 //   0 kTileStarts (id 3)    uint64 [tiles + 1]: index into kValues of each tile's first value; the last entry is nnz
-//   kColumnStarts (id 4)  uint16 [block][K]: start of the column's piece, relative to its tile's start. It fits: at
-//   most
-//                         127 * 512 values precede it
+//   kColumnStarts (id 4)  uint32 [block][K]: start of the column's piece, relative to its tile's start
 // params: [0] = kTileRows, [1] = kTileCols, the rest 0. There are no filler entries; padding counts the mask bits of
 // rows
 // >= M only.
 //
-// Bytes per dense element at sparsity s and M a multiple of 512: (1 - s) * SizeOf(dtype) + 1/8 + 2/512 + 8/65536. fp16
-// at 50 %: 1.129, the bitmap bound (1.125) + 0.4 %.
+// Bytes per dense element at sparsity s and M a multiple of 1024: (1 - s) * SizeOf(dtype) + 1/8 + 4/1024 + 8/2^19. fp16
+// at 50 %: 1.129, the bitmap bound (1.125) + 0.35 %.
 #ifndef SPMMD_KERNELS_FORMAT_BITMAP_H_
 #define SPMMD_KERNELS_FORMAT_BITMAP_H_
 
@@ -36,9 +36,9 @@
 namespace spmmd::bitmap {
 
 inline constexpr uint32_t kLayoutVersion = 1;
-inline constexpr int64_t kStripRows = 32;
-inline constexpr int64_t kTileRows = 512;
-inline constexpr int64_t kTileCols = 128;
+inline constexpr int64_t kStripRows = 64;
+inline constexpr int64_t kTileRows = 1024;
+inline constexpr int64_t kTileCols = 512;
 inline constexpr int64_t kStripsPerTile = kTileRows / kStripRows;
 
 enum SectionId : uint32_t { kValues = 1, kMasks = 2, kTileStarts = 3, kColumnStarts = 4 };
@@ -51,14 +51,14 @@ struct View {
   int64_t blocks = 0;        // rows of tiles
   int64_t column_tiles = 0;  // tiles a block
   const std::byte* values = nullptr;
-  const uint32_t* masks = nullptr;
+  const uint64_t* masks = nullptr;
   const uint64_t* tile_starts = nullptr;
-  const uint16_t* column_starts = nullptr;
+  const uint32_t* column_starts = nullptr;
 
   int64_t rows(int64_t block) const { return std::min(kTileRows, m - block * kTileRows); }
   int64_t strips(int64_t block) const { return (rows(block) + kStripRows - 1) / kStripRows; }
   // Mask words of column `col` in `block`: strips(block) of them.
-  const uint32_t* column_masks(int64_t block, int64_t col) const {
+  const uint64_t* column_masks(int64_t block, int64_t col) const {
     return masks + block * k * kStripsPerTile + col * strips(block);
   }
   // Index into values of the first value of the piece of `col` in `block`.
@@ -68,6 +68,9 @@ struct View {
 };
 
 View MakeView(const PackedLayer& layer);
+
+// Exact bytes of a packed layer, before packing it. M and K must pass CheckShape.
+size_t PackedBytes(DType dtype, int64_t m, int64_t k, int64_t nnz);
 
 // The cases of the Format switches in packed_layer.h; see there. All three dtypes.
 absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options);

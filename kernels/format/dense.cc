@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
+#include "kernels/format/dense_rows.h"
 
 namespace spmmd {
 namespace {
@@ -18,11 +19,6 @@ Bits Load(const std::byte* row, int64_t col) {
   return bits;
 }
 
-template <typename Bits>
-void Store(std::byte* row, int64_t col, Bits bits) {
-  std::memcpy(row + static_cast<size_t>(col) * sizeof(Bits), &bits, sizeof(Bits));
-}
-
 // All exponent bits set: infinity or NaN.
 template <DType kType, typename Bits>
 constexpr bool IsNonfinite(Bits bits) {
@@ -30,34 +26,6 @@ constexpr bool IsNonfinite(Bits bits) {
                                                : kType == DType::kBf16 ? 0x7f80u
                                                                        : 0x7f800000u);
   return (bits & kExponent) == kExponent;
-}
-
-struct RowStats {
-  int64_t nnz = 0;
-  int64_t nonfinite = 0;
-};
-
-template <DType kType, typename Bits>
-RowStats ScanRow(const std::byte* row, int64_t cols) {
-  RowStats stats;
-  for (int64_t c = 0; c < cols; ++c) {
-    const Bits bits = Load<Bits>(row, c);
-    stats.nnz += IsNonzeroBits(bits) ? 1 : 0;
-    stats.nonfinite += IsNonfinite<kType>(bits) ? 1 : 0;
-  }
-  return stats;
-}
-
-RowStats ScanRow(const DenseView& w, int64_t r) {
-  switch (w.dtype) {
-    case DType::kF16:
-      return ScanRow<DType::kF16, uint16_t>(w.row(r), w.cols);
-    case DType::kBf16:
-      return ScanRow<DType::kBf16, uint16_t>(w.row(r), w.cols);
-    case DType::kF32:
-      return ScanRow<DType::kF32, uint32_t>(w.row(r), w.cols);
-  }
-  return {};
 }
 
 int64_t FirstNonfiniteInRow(const DenseView& w, int64_t r) {
@@ -88,19 +56,12 @@ void ConvertRow(const std::byte* from, DType from_type, std::byte* to, DType to_
     std::memcpy(to, from, static_cast<size_t>(cols) * SizeOf(from_type));
     return;
   }
-  for (int64_t c = 0; c < cols; ++c) {
-    const float value = ElementAsFloat(from, from_type, c);
-    switch (to_type) {
-      case DType::kF16:
-        Store(to, c, FloatToF16(value));
-        break;
-      case DType::kBf16:
-        Store(to, c, FloatToBf16(value));
-        break;
-      case DType::kF32:
-        Store(to, c, value);
-        break;
-    }
+  constexpr int64_t kChunk = 1024;  // through fp32, in pieces that stay in the L1 cache
+  float buffer[kChunk];
+  for (int64_t c = 0; c < cols; c += kChunk) {
+    const int64_t count = std::min(kChunk, cols - c);
+    WidenRow(from_type, from + static_cast<size_t>(c) * SizeOf(from_type), buffer, count);
+    NarrowRow(buffer, to_type, to + static_cast<size_t>(c) * SizeOf(to_type), count);
   }
 }
 
@@ -147,7 +108,7 @@ DenseStats ScanDense(const DenseView& w) {
     DenseStats& stats = partial[static_cast<size_t>(task)];
     const int64_t end = std::min(w.rows, (task + 1) * rows_per_task);
     for (int64_t r = task * rows_per_task; r < end; ++r) {
-      const RowStats row = ScanRow(w, r);
+      const RowStats row = ScanRow(w.dtype, w.row(r), w.cols);
       stats.nnz += row.nnz;
       if (row.nonfinite != 0 && stats.nonfinite == 0) {
         stats.first_nonfinite_row = r;

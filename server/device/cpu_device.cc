@@ -74,14 +74,6 @@ double MeasureReadBandwidth(ThreadPool& pool) {
 // save.
 constexpr double kMaxBitmapDensity = 0.80;
 
-uint64_t BitmapBytes(DType dtype, int64_t m, int64_t k, int64_t nnz) {
-  const auto ceil_div = [](int64_t a, int64_t b) { return static_cast<uint64_t>((a + b - 1) / b); };
-  const uint64_t blocks = ceil_div(m, bitmap::kTileRows);
-  const auto columns = static_cast<uint64_t>(k);
-  return static_cast<uint64_t>(nnz) * SizeOf(dtype) + columns * ceil_div(m, bitmap::kStripRows) * sizeof(uint32_t) +
-         (blocks * ceil_div(k, bitmap::kTileCols) + 1) * sizeof(uint64_t) + blocks * columns * sizeof(uint16_t);
-}
-
 uint64_t DenseBytes(DType dtype, int64_t m, int64_t k) { return static_cast<uint64_t>(m * k) * SizeOf(dtype); }
 
 }  // namespace
@@ -102,7 +94,7 @@ bool CpuDevice::CanExecute(Format format) const { return cpu::CanExecute(format)
 
 FormatChoice CpuDevice::ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const {
   const double density = static_cast<double>(nnz) / static_cast<double>(m * k);
-  const uint64_t bitmap_bytes = BitmapBytes(dtype, m, k, nnz);
+  const uint64_t bitmap_bytes = bitmap::PackedBytes(dtype, m, k, nnz);
   const uint64_t dense_bytes = DenseBytes(dtype, m, k);
   const std::string sizes = absl::StrFormat("BITMAP takes %d bytes, DENSE %d", bitmap_bytes, dense_bytes);
   if (bitmap_bytes >= dense_bytes) {
@@ -119,7 +111,7 @@ FormatChoice CpuDevice::ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t 
 }
 
 uint64_t CpuDevice::EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const {
-  return format == Format::kBitmap ? BitmapBytes(dtype, m, k, max_nnz) : DenseBytes(dtype, m, k);
+  return format == Format::kBitmap ? bitmap::PackedBytes(dtype, m, k, max_nnz) : DenseBytes(dtype, m, k);
 }
 
 absl::StatusOr<std::unique_ptr<ResidentLayer>> CpuDevice::Load(PackedLayer packed, std::vector<float> bias,
