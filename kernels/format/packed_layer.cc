@@ -10,7 +10,11 @@
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/bitmap.h"
 #include "kernels/format/bitmap_gpu.h"
+#include "kernels/format/coo.h"
+#include "kernels/format/csr.h"
+#include "kernels/format/rlc_csc.h"
 #include "kernels/format/row_stream.h"
+#include "kernels/format/three_layer.h"
 
 namespace spmmd {
 namespace {
@@ -140,6 +144,14 @@ absl::StatusOr<PackedLayer> Pack(Format format, const DenseView& w, const PackOp
       return bitmap::Pack(w, options);
     case Format::kBitmapGpu:
       return bitmap_gpu::Pack(w, options);
+    case Format::kRlcCsc:
+      return rlc_csc::Pack(w, options);
+    case Format::kThreeLayer:
+      return three_layer::Pack(w, options);
+    case Format::kCoo:
+      return coo::Pack(w, options);
+    case Format::kCsr:
+      return csr::Pack(w, options);
     case Format::kRowStream:
       return row_stream::Pack(w, options);
     default:
@@ -162,6 +174,18 @@ absl::StatusOr<DenseMatrix> Unpack(const PackedLayer& layer) {
       break;
     case Format::kBitmapGpu:
       status = bitmap_gpu::Unpack(layer, out.mutable_view());
+      break;
+    case Format::kRlcCsc:
+      status = rlc_csc::Unpack(layer, out.mutable_view());
+      break;
+    case Format::kThreeLayer:
+      status = three_layer::Unpack(layer, out.mutable_view());
+      break;
+    case Format::kCoo:
+      status = coo::Unpack(layer, out.mutable_view());
+      break;
+    case Format::kCsr:
+      status = csr::Unpack(layer, out.mutable_view());
       break;
     case Format::kRowStream:
       status = row_stream::Unpack(layer, out.mutable_view());
@@ -198,6 +222,14 @@ absl::Status Validate(const PackedLayer& layer) {
       return bitmap::Validate(layer);
     case Format::kBitmapGpu:
       return bitmap_gpu::Validate(layer);
+    case Format::kRlcCsc:
+      return rlc_csc::Validate(layer);
+    case Format::kThreeLayer:
+      return three_layer::Validate(layer);
+    case Format::kCoo:
+      return coo::Validate(layer);
+    case Format::kCsr:
+      return csr::Validate(layer);
     case Format::kRowStream:
       return row_stream::Validate(layer);
     default:

@@ -1,0 +1,28 @@
+// CSR: an interchange format, never executed. Sections:
+//   1 row_offsets  uint64 [M + 1]: row r's entries are [row_offsets[r], row_offsets[r + 1])
+//   2 columns      uint32 [nnz], strictly ascending within a row
+//   3 values       [nnz] elements, no zeros
+// Any dtype. No padding, no params.
+#ifndef SPMMD_KERNELS_FORMAT_CSR_H_
+#define SPMMD_KERNELS_FORMAT_CSR_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/format/dense.h"
+#include "kernels/format/packed_layer.h"
+
+namespace spmmd::csr {
+
+inline constexpr uint32_t kLayoutVersion = 1;
+enum SectionId : uint32_t { kRowOffsets = 1, kColumns = 2, kValues = 3 };
+
+// Called by spmmd::Pack, Unpack and Validate, which see to what is common to all formats.
+absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options);
+absl::Status Unpack(const PackedLayer& layer, const MutableDenseView& out);
+absl::Status Validate(const PackedLayer& layer);
+
+}  // namespace spmmd::csr
+
+#endif  // SPMMD_KERNELS_FORMAT_CSR_H_
