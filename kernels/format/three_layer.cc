@@ -290,21 +290,40 @@ bool Fits(int64_t moves, int length, const uint16_t* costs) {
   return next >= moves;
 }
 
-// Writes the codes of the first `moves` pairs of surplus_slots and empty_slots.
-void EncodeMoves(int64_t moves, TileScratch* scratch, Piece* piece) {
-  const uint16_t* from = scratch->empty_slots;
-  const uint16_t* to = scratch->surplus_slots;
-  uint16_t* costs = scratch->costs;
+// The shortest length that fits, in whole units of two codes. Fills `costs`.
+int CodeLength(int64_t moves, const uint16_t* from, const uint16_t* to, uint16_t* costs) {
+  // First moves cost no codes. No choice of 31 of them saves more than the 31 highest costs: a lower bound to start
+  // from.
+  constexpr int kBins = 16;
+  std::array<int, kBins> moves_of_cost{};
   int64_t total = 0;
+  int64_t rest_of_last_bin = 0;
   for (int64_t i = 1; i < moves; ++i) {
     const int cost = 1 + Dummies(from[i] - from[i - 1]) + Dummies(to[i] - to[i - 1]);
     costs[i] = static_cast<uint16_t>(cost);
     total += cost;
+    const int bin = std::min(cost, kBins - 1);
+    ++moves_of_cost[static_cast<size_t>(bin)];
+    rest_of_last_bin += cost - bin;
   }
-  // First moves cost no codes: with about one code saved a thread this is the shortest length to try, in whole units.
-  int length = static_cast<int>(std::max<int64_t>(0, total - 2 * kThreads) / kThreads) & ~1;
+  int64_t saved = rest_of_last_bin;
+  int free_moves = kThreads - 1;
+  for (int bin = kBins - 1; bin > 0 && free_moves > 0; --bin) {
+    const int taken = std::min(free_moves, moves_of_cost[static_cast<size_t>(bin)]);
+    saved += int64_t{taken} * bin;
+    free_moves -= taken;
+  }
+  int length = static_cast<int>((std::max<int64_t>(0, total - saved) + 2 * kThreads - 1) / (2 * kThreads)) * 2;
   while (!Fits(moves, length, costs)) length += 2;
+  return length;
+}
 
+// Writes the codes of the first `moves` pairs of surplus_slots and empty_slots.
+void EncodeMoves(int64_t moves, TileScratch* scratch, Piece* piece) {
+  const uint16_t* from = scratch->empty_slots;
+  const uint16_t* to = scratch->surplus_slots;
+  const uint16_t* costs = scratch->costs;
+  const int length = CodeLength(moves, from, to, scratch->costs);
   const size_t begin = piece->codes.size();
   const size_t first_bytes = kThreads * sizeof(uint32_t);
   piece->codes.resize(begin + first_bytes + static_cast<size_t>(length) * kThreads);

@@ -1,0 +1,153 @@
+// How fast weights are packed: CSV on stdout, one line a format and sparsity.
+//
+//   pack_bench --formats=RLC_CSC,THREE_LAYER,BITMAP --shape=8192x8192 --sparsity=.5,.7 --threads=1
+//
+// weights_per_second counts every element of the matrix, zeros included, as the papers do. Packing is timed as a caller
+// sees it: dense matrix in, packed layer out, allocation and the check for NaN included. Run with --threads=1 and with
+// all cores for the scaling.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/base/thread_pool.h"
+#include "kernels/format/packed_layer.h"
+#include "kernels/format/prune.h"
+
+namespace spmmd {
+namespace {
+
+// N(0, 1) weights without a generator call for each: rows are rotations of one another, which no packer notices.
+DenseMatrix RandomWeights(DType dtype, int64_t rows, int64_t cols) {
+  std::mt19937_64 random(1);
+  std::normal_distribution<float> normal;
+  constexpr size_t kPool = size_t{1} << 20;
+  std::vector<uint16_t> pool(kPool);
+  for (uint16_t& bits : pool) {
+    const float value = normal(random);
+    bits = dtype == DType::kF16 ? FloatToF16(value) : FloatToBf16(value);
+  }
+  DenseMatrix w = *DenseMatrix::Create(dtype, rows, cols);
+  for (int64_t r = 0; r < rows; ++r) {
+    auto* row = reinterpret_cast<uint16_t*>(w.mutable_view().row(r));
+    const auto start = static_cast<size_t>(random());
+    for (int64_t c = 0; c < cols; ++c) row[c] = pool[(start + static_cast<size_t>(c)) % kPool];
+  }
+  return w;
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+struct Times {
+  double wall = 0;
+  double cpu = 0;  // of all threads: what counts a core where others use the machine too
+};
+
+double CpuSeconds() {
+  timespec now{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+template <typename Body>
+Times MedianTimes(int repetitions, Body body) {
+  std::vector<double> wall;
+  std::vector<double> cpu;
+  for (int i = 0; i < repetitions; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    const double cpu_begin = CpuSeconds();
+    body();
+    cpu.push_back(CpuSeconds() - cpu_begin);
+    wall.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+  }
+  return {Median(wall), Median(cpu)};
+}
+
+int Main(int argc, char** argv) {
+  std::vector<std::string> formats = {"DENSE",   "CSR",         "BITMAP",     "BITMAP_GPU",
+                                      "RLC_CSC", "THREE_LAYER", "ROW_STREAM", "COLUMN_PIECE"};
+  std::vector<double> sparsities = {0.5};
+  std::string shape = "8192x8192";
+  std::string dtype_name = "fp16";
+  int threads = 0;
+  int repetitions = 7;
+  CLI::App app{"Packing speed"};
+  app.add_option("--formats", formats)->delimiter(',');
+  app.add_option("--sparsity", sparsities)->delimiter(',');
+  app.add_option("--shape", shape, "MxK");
+  app.add_option("--dtype", dtype_name)->check(CLI::IsMember({"fp16", "bf16"}));
+  app.add_option("--threads", threads, "0: all cores");
+  app.add_option("--repetitions", repetitions)->check(CLI::Range(1, 1000));
+  CLI11_PARSE(app, argc, argv);
+
+  int64_t m = 0;
+  int64_t k = 0;
+  if (std::sscanf(shape.c_str(), "%ldx%ld", &m, &k) != 2 || !CheckShape(m, k).ok()) {
+    std::fprintf(stderr, "--shape: %s is not MxK within the limits\n", shape.c_str());
+    return 1;
+  }
+  SetDefaultThreads(threads);
+  const int cores = DefaultThreadPool().size();
+  const DType dtype = dtype_name == "fp16" ? DType::kF16 : DType::kBf16;
+  const DenseMatrix dense = RandomWeights(dtype, m, k);
+  const auto weights = static_cast<double>(m) * static_cast<double>(k);
+
+  std::printf(
+      "operation,format,dtype,M,K,sparsity,threads,seconds,weights_per_second,weights_per_second_per_core,"
+      "bytes_per_element,share_of_dense\n");
+  const auto report = [&](const char* operation, const std::string& format, double sparsity, Times times,
+                          double bytes) {
+    std::printf("%s,%s,%s,%ld,%ld,%g,%d,%.6f,%.4g,%.4g,%.4f,%.4f\n", operation, format.c_str(), dtype_name.c_str(), m,
+                k, sparsity, cores, times.wall, weights / times.wall, weights / times.cpu, bytes / weights,
+                bytes / weights / 2);
+    std::fflush(stdout);
+  };
+  for (const double sparsity : sparsities) {
+    DenseMatrix w = *DenseMatrix::Create(dtype, m, k);
+    const Times prune_times = MedianTimes(3, [&] {
+      std::memcpy(w.mutable_view().data, dense.view().data, dense.bytes());
+      if (!PruneMagnitude(w.mutable_view(), sparsity).ok()) std::abort();
+    });
+    report("prune_magnitude", "DENSE", sparsity, prune_times, static_cast<double>(dense.bytes()));
+    for (const std::string& name : formats) {
+      const std::optional<Format> format = ParseFormat(name);
+      if (!format.has_value()) {
+        std::fprintf(stderr, "--formats: %s is unknown\n", name.c_str());
+        return 1;
+      }
+      absl::StatusOr<PackedLayer> layer;
+      const Times pack_times = MedianTimes(repetitions, [&] {
+        layer = absl::UnknownError("");  // free the last one outside the new one's lifetime, inside the timing of both
+        layer = Pack(*format, w.view());
+      });
+      if (!layer.ok()) {
+        std::fprintf(stderr, "%s: %s\n", name.c_str(), layer.status().ToString().c_str());
+        continue;
+      }
+      const auto bytes = static_cast<double>(layer->bytes().total());
+      report("pack", name, sparsity, pack_times, bytes);
+      report("validate", name, sparsity,
+             MedianTimes(3,
+                         [&] {
+                           if (!Validate(*layer).ok()) std::abort();
+                         }),
+             bytes);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace spmmd
+
+int main(int argc, char** argv) { return spmmd::Main(argc, argv); }
