@@ -188,8 +188,8 @@ absl::Status Warm(const Session& session, const v1::LayerRef& layer) {
 }
 
 absl::Status Status(const Session& session, const std::string& server, absl::Duration wait) {
-  const absl::Status health = wait > absl::ZeroDuration() ? session.client->WaitUntilHealthy(wait)
-                                                          : session.client->CheckHealth("", session.call);
+  absl::Status health = wait > absl::ZeroDuration() ? session.client->WaitUntilHealthy(wait)
+                                                    : session.client->CheckHealth("", session.call);
   absl::StatusOr<v1::ServerInfoResponse> info = session.client->ServerInfo(session.call);
   // A server that cannot be reached has nothing to show.
   if (!info.ok()) return health.ok() ? info.status() : health;

@@ -116,7 +116,7 @@ void AddRegister(CLI::App& app, Arguments& arguments) {
   command.add_option("--bias", args.bias, "File, or tensor in the same .safetensors file, with the bias")
       ->type_name("FILE|TENSOR");
   const auto spec_option = [&command](const std::string& name, const std::string& type, const std::string& help,
-                                      std::function<absl::Status(const std::string&)> parse) {
+                                      const std::function<absl::Status(const std::string&)>& parse) {
     command
         .add_option_function<std::string>(
             name, [parse](const std::string& text) { parse(text).IgnoreError(); }, help)
@@ -280,8 +280,9 @@ int Main(int argc, char** argv) {
     if (error.get_exit_code() != 0 && app.get_subcommands().empty()) {
       // CLI11 would say that a command is required, whatever was written in its place.
       const std::vector<std::string> unknown = app.remaining();
-      if (argc > 1 && !unknown.empty())
+      if (!unknown.empty()) {
         absl::FPrintF(stderr, "spmmctl: unknown command or option '%s'\n\n", unknown.front());
+      }
       if (argc == 1 || !unknown.empty()) {
         std::fputs(app.help().c_str(), stderr);
         return kUsage;

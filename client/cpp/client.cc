@@ -259,7 +259,7 @@ absl::Status Client::WaitUntilHealthy(absl::Duration timeout) {
   const absl::Time deadline = absl::Now() + timeout;
   while (true) {
     const absl::Time now = absl::Now();
-    const absl::Status status =
+    absl::Status status =
         CheckHealth("", {.timeout = std::max(deadline - now, absl::Milliseconds(1)), .wait_for_ready = true});
     if (status.ok() || !absl::IsUnavailable(status)) return status;
     if (absl::Now() + kPause > deadline) {

@@ -119,6 +119,10 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(std::string_view ad
   SetDefault(arguments, GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, -1);
   // One connection tops out near 2 GB/s: callers that want more make more Clients, which must not share one.
   SetDefault(arguments, GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  // Calls without a deadline must not wait for a host that is gone. The server allows a ping every 10 s.
+  SetDefault(arguments, GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
+  SetDefault(arguments, GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  SetDefault(arguments, GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   if (IsLocal(target)) SetDefault(arguments, GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   if (options.tls.has_value()) {
     auto secure = MakeCredentials(*options.tls);

@@ -41,8 +41,9 @@ struct ClientOptions {
   // Bytes of a chunk in an upload, 1 to 4 MiB. 1 MiB was the fastest over loopback.
   size_t chunk_bytes = size_t{1} << 20;
 
-  // Whatever else gRPC offers (keepalive, compression, load balancing). These win over what the client itself sets:
-  // unlimited message sizes, an own connection for every Client, no HTTP proxy for an address on this host.
+  // Whatever else gRPC offers (compression, load balancing, reconnection). These win over what the client itself sets:
+  // unlimited message sizes, an own connection for every Client, a keepalive ping every minute while calls are in flight,
+  // no HTTP proxy for an address on this host.
   grpc::ChannelArguments channel_arguments;
 };
 
