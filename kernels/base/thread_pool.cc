@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -89,6 +90,8 @@ struct ThreadPool::State {
   }
 
   void WorkerLoop(int worker) {
+    // Whatever rounding or flush-to-zero mode the creating thread was in: results must not depend on who computes them.
+    std::fesetenv(FE_DFL_ENV);
     uint64_t seen = 0;
     while (true) {
       uint64_t w = AwaitWork(seen);

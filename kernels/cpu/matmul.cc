@@ -1,41 +1,19 @@
 #include "kernels/cpu/matmul.h"
 
-#include <bit>
 #include <cmath>
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/cpu/bitmap_kernels.h"
+#include "kernels/cpu/bitmap_matmul.h"
+#include "kernels/cpu/dense_matmul.h"
+#include "kernels/cpu/kernel_names.h"
 #include "kernels/format/bitmap.h"
+#include "kernels/format/dense_rows.h"
 
 namespace spmmd::cpu {
 namespace {
-
-float LoadElement(DType dtype, const std::byte* row, int64_t col) {
-  uint16_t half;
-  float full;
-  switch (dtype) {
-    case DType::kF16:
-      std::memcpy(&half, row + static_cast<size_t>(col) * 2, 2);
-      return F16ToFloat(half);
-    case DType::kBf16:
-      std::memcpy(&half, row + static_cast<size_t>(col) * 2, 2);
-      return Bf16ToFloat(half);
-    case DType::kF32:
-      std::memcpy(&full, row + static_cast<size_t>(col) * 4, 4);
-      return full;
-  }
-  return 0;
-}
-
-void StoreElement(DType dtype, std::byte* row, int64_t col, float value) {
-  const uint16_t half = dtype == DType::kF16 ? FloatToF16(value) : FloatToBf16(value);
-  if (dtype == DType::kF32) {
-    std::memcpy(row + static_cast<size_t>(col) * 4, &value, 4);
-  } else {
-    std::memcpy(row + static_cast<size_t>(col) * 2, &half, 2);
-  }
-}
 
 absl::Status CheckOperands(const PackedLayer& w, int64_t n, const Epilogue& epilogue, const MutableDenseView& y) {
   if (!CanExecute(w.format)) {
@@ -43,14 +21,52 @@ absl::Status CheckOperands(const PackedLayer& w, int64_t n, const Epilogue& epil
   }
   if (y.rows != n) return absl::InvalidArgumentError(absl::StrCat("y: ", y.rows, " rows, expected N = ", n));
   if (y.cols != w.m) return absl::InvalidArgumentError(absl::StrCat("y: ", y.cols, " columns, expected M = ", w.m));
-  if (!IsValid(y.dtype)) return absl::InvalidArgumentError("y: unknown dtype");
-  if (y.row_stride < y.cols) return absl::InvalidArgumentError("y: row_stride is less than M");
+  if (!IsValid(y.dtype)) {
+    return absl::InvalidArgumentError(absl::StrCat("y: unknown dtype ", static_cast<int>(y.dtype)));
+  }
+  if (y.row_stride < y.cols) {
+    return absl::InvalidArgumentError(absl::StrCat("y: row_stride ", y.row_stride, " is less than M = ", y.cols));
+  }
   if (!epilogue.bias.empty() && epilogue.bias.size() != static_cast<size_t>(w.m)) {
     return absl::InvalidArgumentError(absl::StrCat("bias: ", epilogue.bias.size(), " elements, expected M = ", w.m));
   }
-  if (!IsValid(epilogue.activation)) return absl::InvalidArgumentError("activation: unknown value");
+  if (!IsValid(epilogue.activation)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("activation: unknown value ", static_cast<int>(epilogue.activation)));
+  }
   return absl::OkStatus();
 }
+
+absl::Status CheckTokens(const DenseView& x, int64_t k) {
+  if (x.rows < 0) return absl::InvalidArgumentError(absl::StrCat("x: N = ", x.rows, " is negative"));
+  if (x.cols != k) return absl::InvalidArgumentError(absl::StrCat("x: ", x.cols, " columns, expected K = ", k));
+  if (!IsValid(x.dtype)) {
+    return absl::InvalidArgumentError(absl::StrCat("x: unknown dtype ", static_cast<int>(x.dtype)));
+  }
+  if (x.row_stride < x.cols) {
+    return absl::InvalidArgumentError(absl::StrCat("x: row_stride ", x.row_stride, " is less than K = ", x.cols));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSparse(const SparseVector& x, int64_t k) {
+  if (x.indices.size() != x.values.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("x: ", x.indices.size(), " indices, but ", x.values.size(), " values"));
+  }
+  for (size_t i = 0; i < x.indices.size(); ++i) {
+    if (x.indices[i] >= static_cast<uint64_t>(k)) {
+      return absl::InvalidArgumentError(absl::StrCat("x.indices[", i, "]: ", x.indices[i], " is not below K = ", k));
+    }
+    if (i > 0 && x.indices[i] <= x.indices[i - 1]) {
+      return absl::InvalidArgumentError(absl::StrCat("x.indices[", i, "]: ", x.indices[i], " after ", x.indices[i - 1],
+                                                     ": indices must ascend strictly"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+int64_t BytesOf(int64_t elements, DType dtype) { return elements * static_cast<int64_t>(SizeOf(dtype)); }
 
 }  // namespace
 
@@ -59,58 +75,17 @@ bool CanExecute(Format format) { return format == Format::kBitmap || format == F
 absl::Status Matmul(const PackedLayer& w, const DenseView& x, const Epilogue& epilogue, const MutableDenseView& y,
                     ThreadPool& pool, LaunchInfo* info) {
   SPMMD_RETURN_IF_ERROR(CheckOperands(w, x.rows, epilogue, y));
-  if (x.cols != w.k) return absl::InvalidArgumentError(absl::StrCat("x: ", x.cols, " columns, expected K = ", w.k));
-  if (!IsValid(x.dtype)) return absl::InvalidArgumentError("x: unknown dtype");
-  if (x.row_stride < x.cols) return absl::InvalidArgumentError("x: row_stride is less than K");
-  const int64_t row_blocks = (w.m + bitmap::kTileRows - 1) / bitmap::kTileRows;
-  std::vector<float> xf(static_cast<size_t>(x.rows * x.cols));
-  for (int64_t n = 0; n < x.rows; ++n) {
-    for (int64_t k = 0; k < x.cols; ++k) {
-      xf[static_cast<size_t>(n * x.cols + k)] = LoadElement(x.dtype, x.row(n), k);
-    }
-  }
-  pool.ParallelFor(row_blocks, [&](int64_t block, int /*worker*/) {
-    const int64_t row0 = block * bitmap::kTileRows;
-    const int64_t rows = std::min(bitmap::kTileRows, w.m - row0);
-    std::vector<float> acc(static_cast<size_t>(rows * x.rows), 0.0f);
-    if (w.format == Format::kDense) {
-      const std::byte* values = w.sections[0].data.data();
-      for (int64_t r = 0; r < rows; ++r) {
-        const std::byte* row = values + static_cast<size_t>((row0 + r) * w.k) * SizeOf(w.dtype);
-        for (int64_t k = 0; k < w.k; ++k) {
-          const float value = LoadElement(w.dtype, row, k);
-          for (int64_t n = 0; n < x.rows; ++n) {
-            acc[static_cast<size_t>(n * rows + r)] += value * xf[static_cast<size_t>(n * x.cols + k)];
-          }
-        }
-      }
-    } else {
-      const bitmap::View view = bitmap::MakeView(w);
-      for (int64_t k = 0; k < w.k; ++k) {
-        auto at = static_cast<int64_t>(view.piece_start(block, k));
-        for (int64_t s = 0; s < view.strips(block); ++s) {
-          for (uint64_t mask = view.column_masks(block, k)[s]; mask != 0; mask &= mask - 1) {
-            const int64_t r = s * bitmap::kStripRows + std::countr_zero(mask);
-            const float value = LoadElement(w.dtype, view.values, at++);
-            for (int64_t n = 0; n < x.rows; ++n) {
-              acc[static_cast<size_t>(n * rows + r)] += value * xf[static_cast<size_t>(n * x.cols + k)];
-            }
-          }
-        }
-      }
-    }
-    for (int64_t n = 0; n < x.rows; ++n) {
-      for (int64_t r = 0; r < rows; ++r) {
-        const float bias = epilogue.bias.empty() ? 0.0f : epilogue.bias[static_cast<size_t>(row0 + r)];
-        const double sum = acc[static_cast<size_t>(n * rows + r)] + bias;
-        StoreElement(y.dtype, y.row(n), row0 + r, static_cast<float>(ActivateDouble(epilogue.activation, sum)));
-      }
-    }
-  });
+  SPMMD_RETURN_IF_ERROR(CheckTokens(x, w.k));
+  SPMMD_RETURN_IF_ERROR(w.format == Format::kDense ? DenseMatmul(w, x, epilogue, y, pool)
+                                                   : BitmapMatmul(w, x, epilogue, y, pool));
   if (info != nullptr) {
-    info->kernel = w.format == Format::kDense ? "dense_scalar" : "bitmap_scalar";
-    info->bytes = static_cast<int64_t>(w.bytes().total() + static_cast<size_t>(x.rows * x.cols) * SizeOf(x.dtype) +
-                                       static_cast<size_t>(y.rows * y.cols) * SizeOf(y.dtype));
+    if (w.format == Format::kBitmap) {
+      info->kernel = KernelName(x.rows <= 1 ? Kernel::kBitmapSpmv : Kernel::kBitmapSpmm);
+    } else {
+      info->kernel = KernelName(x.rows <= kMaxDotTokens ? Kernel::kDenseDot : Kernel::kDenseSgemm);
+    }
+    info->bytes =
+        static_cast<int64_t>(w.bytes().total()) + BytesOf(x.rows * x.cols, x.dtype) + BytesOf(y.rows * y.cols, y.dtype);
     info->flops = 2 * w.nnz * x.rows;
   }
   return absl::OkStatus();
@@ -118,34 +93,45 @@ absl::Status Matmul(const PackedLayer& w, const DenseView& x, const Epilogue& ep
 
 absl::Status MatmulSparse(const PackedLayer& w, const SparseVector& x, const Epilogue& epilogue,
                           const MutableDenseView& y, ThreadPool& pool, LaunchInfo* info) {
-  if (x.indices.size() != x.values.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("x: ", x.indices.size(), " indices, ", x.values.size(), " values"));
-  }
   SPMMD_RETURN_IF_ERROR(CheckOperands(w, 1, epilogue, y));
-  std::vector<float> dense(static_cast<size_t>(w.k), 0.0f);
-  for (size_t i = 0; i < x.indices.size(); ++i) {
-    if (x.indices[i] >= static_cast<uint64_t>(w.k)) {
-      return absl::InvalidArgumentError(absl::StrCat("x.indices[", i, "]: ", x.indices[i], " is not below K = ", w.k));
-    }
-    if (i > 0 && x.indices[i] <= x.indices[i - 1]) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("x.indices[", i, "]: ", x.indices[i], " after ", x.indices[i - 1], ": not strictly ascending"));
-    }
-    dense[x.indices[i]] = x.values[i];
+  SPMMD_RETURN_IF_ERROR(CheckSparse(x, w.k));
+  if (w.format == Format::kDense) {
+    // Dense rows hold every column: nothing can be skipped.
+    std::vector<float> dense(static_cast<size_t>(w.k), 0.0f);
+    for (size_t i = 0; i < x.indices.size(); ++i) dense[x.indices[i]] = x.values[i];
+    return Matmul(w, {reinterpret_cast<const std::byte*>(dense.data()), DType::kF32, 1, w.k, w.k}, epilogue, y, pool,
+                  info);
   }
-  return Matmul(w, {reinterpret_cast<const std::byte*>(dense.data()), DType::kF32, 1, w.k, w.k}, epilogue, y, pool,
-                info);
+  int64_t touched_nnz = 0;
+  SPMMD_RETURN_IF_ERROR(BitmapMatmulSparse(w, x, epilogue, y, pool, info == nullptr ? nullptr : &touched_nnz));
+  if (info != nullptr) {
+    info->kernel = KernelName(Kernel::kBitmapSpmspv);
+    const auto columns = static_cast<int64_t>(x.indices.size());
+    const int64_t blocks = (w.m + bitmap::kTileRows - 1) / bitmap::kTileRows;
+    const int64_t strips = (w.m + bitmap::kStripRows - 1) / bitmap::kStripRows;
+    info->bytes =
+        BytesOf(touched_nnz, w.dtype) +
+        columns * (strips * static_cast<int64_t>(sizeof(uint64_t)) + blocks * static_cast<int64_t>(sizeof(uint32_t))) +
+        columns * static_cast<int64_t>(sizeof(uint32_t) + sizeof(float)) + BytesOf(w.m, y.dtype);
+    info->flops = 2 * touched_nnz;
+  }
+  return absl::OkStatus();
 }
 
 void Sparsify(const DenseView& x, int64_t row, float threshold, std::vector<uint32_t>* indices,
               std::vector<float>* values) {
   indices->clear();
   values->clear();
-  for (int64_t k = 0; k < x.cols; ++k) {
-    const float value = LoadElement(x.dtype, x.row(row), k);
-    if (!(std::abs(value) > threshold) && value == value) continue;  // a NaN is kept
-    indices->push_back(static_cast<uint32_t>(k));
-    values->push_back(value);
+  constexpr int64_t kChunk = 1024;
+  float buffer[kChunk];
+  for (int64_t begin = 0; begin < x.cols; begin += kChunk) {
+    const int64_t count = std::min(kChunk, x.cols - begin);
+    WidenRow(x.dtype, x.row(row) + static_cast<size_t>(begin) * SizeOf(x.dtype), buffer, count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (std::abs(buffer[i]) <= threshold) continue;  // a NaN is kept
+      indices->push_back(static_cast<uint32_t>(begin + i));
+      values->push_back(buffer[i]);
+    }
   }
 }
 

@@ -112,7 +112,7 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   // First pass: where each tile's values start, and whether any is not finite.
   SPMMD_ASSIGN_OR_RETURN(Buffer tile_starts, Buffer::Allocate(static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
   uint64_t* starts = tile_starts.MutableAs<uint64_t>().data();
-  std::atomic<bool> finite{true};
+  std::atomic<int64_t> nonfinite{0};
   DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
     const Tile tile = tile_at(t);
     RowStats total;
@@ -122,9 +122,10 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
       total.nonfinite += row.nonfinite;
     }
     starts[t + 1] = static_cast<uint64_t>(total.nnz);
-    if (total.nonfinite != 0) finite.store(false, std::memory_order_relaxed);
+    if (total.nonfinite != 0) nonfinite.fetch_add(total.nonfinite, std::memory_order_relaxed);
   });
-  if (!options.allow_nonfinite && !finite.load()) return CheckFinite(w);  // finds the position
+  layer.params[kNonfiniteParam] = nonfinite.load();
+  if (!options.allow_nonfinite && nonfinite.load() != 0) return CheckFinite(w);  // finds the position
   for (int64_t t = 0; t < tiles; ++t) starts[t + 1] += starts[t];
   layer.nnz = static_cast<int64_t>(starts[tiles]);
 
@@ -184,9 +185,8 @@ absl::Status Validate(const PackedLayer& layer) {
     return absl::DataLossError(
         absl::StrCat("BITMAP layout version ", layer.layout_version, ", expected ", kLayoutVersion));
   }
-  if (layer.params != std::array<int64_t, 8>{kTileRows, kTileCols}) {
-    return absl::DataLossError("BITMAP params: tile sizes are not 1024 x 512");
-  }
+  const std::array<int64_t, 8> params{kTileRows, kTileCols, layer.params[kNonfiniteParam]};
+  if (layer.params != params) return absl::DataLossError("BITMAP params: tile sizes are not 1024 x 512");
   const Geometry geometry(layer.m, layer.k);
   const int64_t tiles = geometry.blocks * geometry.column_tiles;
   SPMMD_RETURN_IF_ERROR(CheckSize(layer, kValues, "values", static_cast<size_t>(layer.nnz) * SizeOf(layer.dtype)));
@@ -202,6 +202,7 @@ absl::Status Validate(const PackedLayer& layer) {
   // Each tile alone: its pieces' starts and its successor's start follow from its masks. Together with the two ends
   // above that bounds every read of the values.
   std::atomic<int64_t> first_bad{tiles};
+  std::atomic<int64_t> nonfinite{0};
   DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
     const int64_t block = t / geometry.column_tiles;
     const int64_t col0 = t % geometry.column_tiles * kTileCols;
@@ -216,14 +217,24 @@ absl::Status Validate(const PackedLayer& layer) {
       ok = ok && view.column_starts[block * layer.k + c] == count && (masks[strips - 1] & beyond) == 0;
       for (int64_t s = 0; s < strips; ++s) count += static_cast<uint64_t>(std::popcount(masks[s]));
     }
-    ok = ok && view.tile_starts[t + 1] - view.tile_starts[t] == count;
-    if (ok) return;
+    const uint64_t start = view.tile_starts[t];
+    ok = ok && start <= static_cast<uint64_t>(layer.nnz) && view.tile_starts[t + 1] - start == count &&
+         count <= static_cast<uint64_t>(layer.nnz) - start;
+    if (ok) {
+      const RowStats stats = ScanRow(view.dtype, view.values + start * SizeOf(view.dtype), static_cast<int64_t>(count));
+      if (stats.nonfinite != 0) nonfinite.fetch_add(stats.nonfinite, std::memory_order_relaxed);
+      return;
+    }
     int64_t seen = first_bad.load(std::memory_order_relaxed);
     while (t < seen && !first_bad.compare_exchange_weak(seen, t, std::memory_order_relaxed)) {
     }
   });
   if (first_bad.load() != tiles) {
     return Corrupt("masks", absl::StrCat("tile ", first_bad.load(), " disagrees with its column or tile starts"));
+  }
+  if (nonfinite.load() != layer.params[kNonfiniteParam]) {
+    return Corrupt("values", absl::StrCat(nonfinite.load(), " NaNs and infinities, the header says ",
+                                          layer.params[kNonfiniteParam]));
   }
   return absl::OkStatus();
 }

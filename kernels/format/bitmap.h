@@ -16,8 +16,8 @@
 //   kMasks (id 2)         uint64 [block][K][strips(b)]: bit i of word s is row 1024 b + 64 s + i; bits of rows >= M are
 //   0 kTileStarts (id 3)    uint64 [tiles + 1]: index into kValues of each tile's first value; the last entry is nnz
 //   kColumnStarts (id 4)  uint32 [block][K]: start of the column's piece, relative to its tile's start
-// params: [0] = kTileRows, [1] = kTileCols, the rest 0. There are no filler entries; padding counts the mask bits of
-// rows
+// params: [0] = kTileRows, [1] = kTileCols, [2] = number of NaNs and infinities among the values, the rest 0. There are
+// no filler entries; padding counts the mask bits of rows
 // >= M only.
 //
 // Bytes per dense element at sparsity s and M a multiple of 1024: (1 - s) * SizeOf(dtype) + 1/8 + 4/1024 + 8/2^19. fp16
@@ -40,6 +40,8 @@ inline constexpr int64_t kStripRows = 64;
 inline constexpr int64_t kTileRows = 1024;
 inline constexpr int64_t kTileCols = 512;
 inline constexpr int64_t kStripsPerTile = kTileRows / kStripRows;
+
+inline constexpr size_t kNonfiniteParam = 2;
 
 enum SectionId : uint32_t { kValues = 1, kMasks = 2, kTileStarts = 3, kColumnStarts = 4 };
 

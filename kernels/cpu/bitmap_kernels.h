@@ -1,0 +1,86 @@
+// The inner loops over BITMAP layers: partial sums of one row block over a range of columns. Target-independent callers
+// (bitmap_matmul.cc) split a layer into such ranges, spread them over threads and finish the outputs.
+//
+// Every row's sum is a chain of fused multiply-adds in ascending column order, one per column and token, whatever the
+// number of tokens and whether the columns are listed or consecutive. (A zero weight or a skipped column leaves the sum
+// as it is.) Results therefore have the same bits for a token alone, in a batch, and as a sparse vector. Targets
+// without fused multiply-add (SSE4, scalar) round differently, but keep the rule among themselves.
+#ifndef SPMMD_KERNELS_CPU_BITMAP_KERNELS_H_
+#define SPMMD_KERNELS_CPU_BITMAP_KERNELS_H_
+
+#include <cstdint>
+
+#include "kernels/format/bitmap.h"
+
+namespace spmmd::cpu {
+
+// How the stored values become fp32.
+enum class Decode : uint8_t {
+  kF16,
+  // fp16 by integer operations, without rebiasing the exponent: the result is w * 2^-112, exactly. The caller
+  // multiplies x by kScaledF16Factor, so that every product is the true one. It needs |x| < kScaledF16Limit, finite
+  // weights and no denormals-are-zero mode; kF16 has no such limits and gives the same bits.
+  kF16Scaled,
+  kBf16,
+  kF32,
+};
+inline constexpr float kScaledF16Factor = 0x1p112f;
+inline constexpr float kScaledF16Limit = 0x1p15f;
+
+// Whether the running target has a kernel for kF16Scaled (that is faster than kF16).
+bool HasScaledF16();
+
+// Sums come in groups of kGroupRows rows.
+inline constexpr int64_t kGroupRows = 32;
+
+enum class RowOrder : uint8_t {
+  kNatural,  // lane i is row i of the group
+  kEvenOdd,  // the 16 even rows, then the 16 odd rows
+};
+// The order in which the running target keeps the rows of a group.
+RowOrder RowOrderOf(Decode decode);
+
+// One row block of a layer that has passed Validate().
+struct BitmapBlock {
+  const std::byte* values = nullptr;
+  const uint64_t* masks = nullptr;          // [K][strips]
+  const uint64_t* tile_starts = nullptr;    // the block's, [column_tiles + 1]
+  const uint32_t* column_starts = nullptr;  // [K]
+  int64_t k = 0;
+  int64_t strips = 0;
+
+  BitmapBlock(const bitmap::View& view, int64_t block)
+      : values(view.values),
+        masks(view.column_masks(block, 0)),
+        tile_starts(view.tile_starts + block * view.column_tiles),
+        column_starts(view.column_starts + block * view.k),
+        k(view.k),
+        strips(view.strips(block)) {}
+
+  int64_t groups() const { return strips * (bitmap::kStripRows / kGroupRows); }
+  uint64_t piece_start(int64_t col) const { return tile_starts[col / bitmap::kTileCols] + column_starts[col]; }
+  // End of the piece, which is the start of its successor.
+  uint64_t piece_end(int64_t col) const {
+    return (col + 1) % bitmap::kTileCols == 0 || col + 1 == k ? tile_starts[col / bitmap::kTileCols + 1]
+                                                              : piece_start(col + 1);
+  }
+};
+
+// acc[groups][kGroupRows] += W[block, begin:end] * x[0 : end - begin]. acc is 64-byte aligned.
+void SpmvRange(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, float* acc);
+
+// acc[groups][kGroupRows] += sum over i < count of W[block, columns[i]] * x[i]. Columns ascend and lie within one tile.
+void SpmspvRange(const BitmapBlock& block, Decode decode, const uint32_t* columns, const float* x, int64_t count,
+                 float* acc);
+
+// Token counts that SpmmRange takes: the smallest that is >= tokens, for 1 <= tokens <= kMaxTileTokens.
+inline constexpr int kMaxTileTokens = 12;
+int TileTokens(int tokens);
+
+// acc[groups][tokens][kGroupRows] += W[block, begin:end] * x, x: [end - begin][tokens], tokens a value of TileTokens().
+void SpmmRange(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, int tokens,
+               float* acc);
+
+}  // namespace spmmd::cpu
+
+#endif  // SPMMD_KERNELS_CPU_BITMAP_KERNELS_H_

@@ -1,0 +1,270 @@
+// Work is cut into (row block, column tile) pairs: 1024 x 512 weights, 10 to 20 us of one core for one token. Each pair
+// yields partial sums; a block's parts are added in column order, so that the result depends neither on the number of
+// threads nor on which of them was first.
+#include "kernels/cpu/bitmap_matmul.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "kernels/base/status_macros.h"
+#include "kernels/cpu/bitmap_kernels.h"
+#include "kernels/cpu/epilogue.h"
+#include "kernels/cpu/workspace.h"
+#include "kernels/format/bitmap.h"
+#include "kernels/format/dense_rows.h"
+
+namespace spmmd::cpu {
+namespace {
+
+// Tokens of one pass over the weights. With more, a tile's sums would not fit a usual L2 cache beside its weights.
+constexpr int64_t kPassTokens = 4 * kMaxTileTokens;
+
+// Beyond this much memory for partial sums, threads take whole row blocks instead.
+constexpr size_t kMaxPartialFloats = size_t{16} << 20;
+
+// True when the calling thread treats subnormal numbers as zeros, which kF16Scaled cannot work with. (Pool threads
+// never do.)
+bool SubnormalsAreZeros() {
+#if defined(__x86_64__)
+  constexpr unsigned kDenormalsAreZeros = 0x0040;
+  return (_mm_getcsr() & kDenormalsAreZeros) != 0;
+#else
+  return false;
+#endif
+}
+
+bool ScaledF16Allowed(const PackedLayer& w) {
+  return HasScaledF16() && w.params[bitmap::kNonfiniteParam] == 0 && !SubnormalsAreZeros();
+}
+
+Decode UnscaledDecode(DType dtype) {
+  return dtype == DType::kF16 ? Decode::kF16 : dtype == DType::kBf16 ? Decode::kBf16 : Decode::kF32;
+}
+
+// Multiplies by kScaledF16Factor in place. False, with `values` in an undefined state, when one is too large or not
+// finite.
+bool ScaleForF16(float* values, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+    values[i] *= kScaledF16Factor;
+  }
+  return largest < std::bit_cast<uint32_t>(kScaledF16Limit);
+}
+
+// How the tokens of one pass are cut into tiles that SpmmRange takes.
+struct TokenTile {
+  int64_t token = 0;   // first
+  int valid = 0;       // tokens of x; the others are zeros
+  int padded = 0;      // TileTokens(valid)
+  int64_t offset = 0;  // padded tokens of the tiles before: where x and the sums of this tile begin, in units of tokens
+};
+
+std::vector<TokenTile> CutTokens(int64_t token, int64_t count) {
+  const int64_t tiles = (count + kMaxTileTokens - 1) / kMaxTileTokens;
+  std::vector<TokenTile> cut;
+  cut.reserve(static_cast<size_t>(tiles));
+  int64_t offset = 0;
+  for (int64_t t = 0; t < tiles; ++t) {
+    TokenTile tile;
+    tile.token = token + count * t / tiles;
+    tile.valid = static_cast<int>(token + count * (t + 1) / tiles - tile.token);
+    tile.padded = TileTokens(tile.valid);
+    tile.offset = offset;
+    offset += tile.padded;
+    cut.push_back(tile);
+  }
+  return cut;
+}
+
+// Fills one tile's [K][padded] fp32 activations; false when ScaleForF16 refuses.
+bool TransposeTokens(const DenseView& x, const TokenTile& tile, bool scale, ThreadPool& pool, float* out) {
+  const int64_t k = x.cols;
+  if (tile.padded == 1) {
+    WidenRow(x.dtype, x.row(tile.token), out, k);
+    return !scale || ScaleForF16(out, k);
+  }
+  constexpr int64_t kChunk = 512;
+  std::atomic<bool> fits{true};
+  pool.ParallelFor((k + kChunk - 1) / kChunk, [&](int64_t chunk, int /*worker*/) {
+    const int64_t begin = chunk * kChunk;
+    const int64_t count = std::min(kChunk, k - begin);
+    float row[kChunk];
+    float* to = out + begin * tile.padded;
+    for (int n = 0; n < tile.padded; ++n) {
+      if (n < tile.valid) {
+        WidenRow(x.dtype, x.row(tile.token + n) + static_cast<size_t>(begin) * SizeOf(x.dtype), row, count);
+        if (scale && !ScaleForF16(row, count)) fits.store(false, std::memory_order_relaxed);
+      } else {
+        std::fill(row, row + count, 0.0f);
+      }
+      for (int64_t i = 0; i < count; ++i) to[i * tile.padded + n] = row[i];
+    }
+  });
+  return fits.load();
+}
+
+// Runs `accumulate(block, column tile, sums)` over a whole layer and then `finish(block, sums)` for every row block.
+// `sums` of one block take `block_floats`; accumulate adds to them, beginning with zeros.
+template <class Accumulate, class Finish>
+absl::Status RunBlocks(const bitmap::View& view, int64_t block_floats, ThreadPool& pool, Workspace& workspace,
+                       const Accumulate& accumulate, const Finish& finish) {
+  const int64_t parts = view.column_tiles;
+  const auto part_floats = static_cast<size_t>(view.blocks * parts * block_floats);
+  constexpr int64_t kBlocksPerThread = 8;
+  if (view.blocks < kBlocksPerThread * pool.size() && part_floats <= kMaxPartialFloats) {
+    SPMMD_ASSIGN_OR_RETURN(float* const sums, workspace.Floats(part_floats));
+    std::unique_ptr<std::atomic<int64_t>[]> done(new std::atomic<int64_t>[static_cast<size_t>(view.blocks)]());
+    pool.ParallelFor(view.blocks * parts, [&](int64_t task, int /*worker*/) {
+      const int64_t block = task / parts;
+      const int64_t part = task % parts;
+      float* mine = sums + task * block_floats;
+      std::memset(mine, 0, static_cast<size_t>(block_floats) * sizeof(float));
+      accumulate(block, part, mine);
+      // Whoever adds the last part finishes the block; acquire and release make all parts visible to it.
+      if (done[static_cast<size_t>(block)].fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
+        finish(block, sums + block * parts * block_floats, parts);
+      }
+    });
+    return absl::OkStatus();
+  }
+  const auto worker_floats = static_cast<size_t>(2 * block_floats);
+  SPMMD_ASSIGN_OR_RETURN(float* const scratch, workspace.Floats(worker_floats * static_cast<size_t>(pool.size())));
+  pool.ParallelFor(view.blocks, [&](int64_t block, int worker) {
+    float* total = scratch + static_cast<size_t>(worker) * worker_floats;
+    float* sums = total + block_floats;
+    for (int64_t part = 0; part < parts; ++part) {
+      float* to = part == 0 ? total : sums;
+      std::memset(to, 0, static_cast<size_t>(block_floats) * sizeof(float));
+      accumulate(block, part, to);
+      if (part != 0) AddPart(sums, block_floats, total);
+    }
+    finish(block, total, 1);
+  });
+  return absl::OkStatus();
+}
+
+const float* BiasAt(const Epilogue& epilogue, int64_t row) {
+  return epilogue.bias.empty() ? nullptr : epilogue.bias.data() + row;
+}
+
+struct ThreadScratch {
+  Workspace x;
+  Workspace sums;
+};
+
+ThreadScratch& Scratch() {
+  static thread_local ThreadScratch scratch;
+  return scratch;
+}
+
+absl::Status MatmulPass(const PackedLayer& w, const bitmap::View& view, const DenseView& x, int64_t token,
+                        int64_t count, const Epilogue& epilogue, const MutableDenseView& y, ThreadPool& pool) {
+  ThreadScratch& scratch = Scratch();
+  const std::vector<TokenTile> tiles = CutTokens(token, count);
+  const int64_t padded_tokens = tiles.back().offset + tiles.back().padded;
+  SPMMD_ASSIGN_OR_RETURN(float* const tokens, scratch.x.Floats(static_cast<size_t>(view.k * padded_tokens)));
+  Decode decode = UnscaledDecode(w.dtype);
+  const bool try_scaled = decode == Decode::kF16 && ScaledF16Allowed(w);
+  bool scaled = try_scaled;
+  for (const TokenTile& tile : tiles) {
+    scaled = scaled && TransposeTokens(x, tile, true, pool, tokens + tile.offset * view.k);
+  }
+  if (scaled) {
+    decode = Decode::kF16Scaled;
+  } else {
+    for (const TokenTile& tile : tiles) TransposeTokens(x, tile, false, pool, tokens + tile.offset * view.k);
+  }
+  const RowOrder order = RowOrderOf(decode);
+  return RunBlocks(
+      view, bitmap::kTileRows * padded_tokens, pool, scratch.sums,
+      [&](int64_t block, int64_t part, float* sums) {
+        const BitmapBlock rows(view, block);
+        const int64_t begin = part * bitmap::kTileCols;
+        const int64_t end = std::min(view.k, begin + bitmap::kTileCols);
+        for (const TokenTile& tile : tiles) {
+          SpmmRange(rows, decode, begin, end, tokens + tile.offset * view.k + begin * tile.padded, tile.padded,
+                    sums + tile.offset * bitmap::kTileRows);
+        }
+      },
+      [&](int64_t block, const float* sums, int64_t parts) {
+        const int64_t row = block * bitmap::kTileRows;
+        for (const TokenTile& tile : tiles) {
+          const PartialSums partial{sums + tile.offset * bitmap::kTileRows, parts, bitmap::kTileRows * padded_tokens,
+                                    tile.padded, order};
+          for (int n = 0; n < tile.valid; ++n) {
+            FinishToken(partial, n, view.rows(block), BiasAt(epilogue, row), epilogue.activation, y.dtype,
+                        y.row(tile.token + n) + static_cast<size_t>(row) * SizeOf(y.dtype));
+          }
+        }
+      });
+}
+
+}  // namespace
+
+absl::Status BitmapMatmul(const PackedLayer& w, const DenseView& x, const Epilogue& epilogue, const MutableDenseView& y,
+                          ThreadPool& pool) {
+  const bitmap::View view = bitmap::MakeView(w);
+  const int64_t passes = (x.rows + kPassTokens - 1) / kPassTokens;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t begin = x.rows * pass / passes;
+    const int64_t end = x.rows * (pass + 1) / passes;
+    SPMMD_RETURN_IF_ERROR(MatmulPass(w, view, x, begin, end - begin, epilogue, y, pool));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, const Epilogue& epilogue,
+                                const MutableDenseView& y, ThreadPool& pool, int64_t* touched_nnz) {
+  const bitmap::View view = bitmap::MakeView(w);
+  ThreadScratch& scratch = Scratch();
+  Decode decode = UnscaledDecode(w.dtype);
+  const float* values = x.values.data();
+  if (decode == Decode::kF16 && ScaledF16Allowed(w)) {
+    SPMMD_ASSIGN_OR_RETURN(float* const scaled, scratch.x.Floats(x.values.size() + 1));
+    std::copy(x.values.begin(), x.values.end(), scaled);
+    if (ScaleForF16(scaled, static_cast<int64_t>(x.values.size()))) {
+      values = scaled;
+      decode = Decode::kF16Scaled;
+    }
+  }
+  // First listed column of every column tile, and the end.
+  std::vector<int64_t> first(static_cast<size_t>(view.column_tiles) + 1);
+  for (size_t tile = 0; tile < first.size(); ++tile) {
+    first[tile] = std::lower_bound(x.indices.begin(), x.indices.end(), tile * bitmap::kTileCols) - x.indices.begin();
+  }
+  const RowOrder order = RowOrderOf(decode);
+  std::atomic<int64_t> touched{0};
+  const absl::Status status = RunBlocks(
+      view, bitmap::kTileRows, pool, scratch.sums,
+      [&](int64_t block, int64_t part, float* sums) {
+        const BitmapBlock rows(view, block);
+        const int64_t begin = first[static_cast<size_t>(part)];
+        const int64_t end = first[static_cast<size_t>(part) + 1];
+        SpmspvRange(rows, decode, x.indices.data() + begin, values + begin, end - begin, sums);
+        if (touched_nnz == nullptr) return;
+        int64_t nnz = 0;
+        for (int64_t i = begin; i < end; ++i) {
+          nnz += static_cast<int64_t>(rows.piece_end(x.indices[static_cast<size_t>(i)]) -
+                                      rows.piece_start(x.indices[static_cast<size_t>(i)]));
+        }
+        touched.fetch_add(nnz, std::memory_order_relaxed);
+      },
+      [&](int64_t block, const float* sums, int64_t parts) {
+        const int64_t row = block * bitmap::kTileRows;
+        FinishToken({sums, parts, bitmap::kTileRows, 1, order}, 0, view.rows(block), BiasAt(epilogue, row),
+                    epilogue.activation, y.dtype, y.row(0) + static_cast<size_t>(row) * SizeOf(y.dtype));
+      });
+  if (touched_nnz != nullptr) *touched_nnz = touched.load();
+  return status;
+}
+
+}  // namespace spmmd::cpu
