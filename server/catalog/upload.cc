@@ -115,6 +115,8 @@ absl::StatusOr<pb::Layer> Upload::Finish() {
   file_.reset();
   host_memory_.Release();
   device_memory_.Release();
+  ready_.reset();
+  conversion_.reset();
   SetState(pb::LAYER_STATE_UNSPECIFIED);
   SPMMD_RETURN_IF_ERROR(content.status());
   pb::Layer layer;

@@ -54,12 +54,6 @@ absl::Status ByteCount(const std::string& path, uint64_t expected, uint64_t got)
   return FieldError(path, absl::StrCat("expected ", expected, " bytes, got ", got));
 }
 
-// Elements must be aligned for the kernels; bytes inside a message need not be.
-template <typename T>
-bool Aligned(const char* data) {
-  return reinterpret_cast<uintptr_t>(data) % alignof(T) == 0;
-}
-
 absl::Status BindDense(const pb::Tensor& tensor, const std::string& path, int64_t max_tokens, InputValue* value,
                        int64_t* rows, int64_t* cols, uint64_t* bytes) {
   SPMMD_ASSIGN_OR_RETURN(const Shape shape, ReadShape(tensor, path, max_tokens));
@@ -70,12 +64,8 @@ absl::Status BindDense(const pb::Tensor& tensor, const std::string& path, int64_
   if (tensor.content_case() != pb::Tensor::kData) return FieldError(path, "one of data, region must be set");
   const std::string& data = tensor.data();
   if (data.size() != shape.bytes()) return ByteCount(absl::StrCat(path, ".data"), shape.bytes(), data.size());
+  // A string's bytes are aligned for every element type.
   value->dense = {reinterpret_cast<const std::byte*>(data.data()), shape.dtype, shape.rows, shape.cols, shape.cols};
-  if (!Aligned<float>(data.data())) {
-    value->aligned.assign(shape.bytes() / sizeof(float) + 1, 0);
-    std::memcpy(value->aligned.data(), data.data(), data.size());
-    value->dense.data = reinterpret_cast<const std::byte*>(value->aligned.data());
-  }
   *rows = shape.rows;
   *cols = shape.cols;
   *bytes += data.size();
@@ -134,13 +124,7 @@ absl::Status BindSparse(const pb::SparseTensor& tensor, const std::string& path,
   sparse.cols = shape.cols;
   SPMMD_RETURN_IF_ERROR(
       ReadOffsets(tensor.row_offsets(), absl::StrCat(path, ".row_offsets"), shape, entries, &sparse.offsets));
-  if (Aligned<uint32_t>(tensor.indices().data())) {
-    sparse.indices = {reinterpret_cast<const uint32_t*>(tensor.indices().data()), entries};
-  } else {
-    sparse.owned_indices.resize(entries);
-    std::memcpy(sparse.owned_indices.data(), tensor.indices().data(), tensor.indices().size());
-    sparse.indices = sparse.owned_indices;
-  }
+  sparse.indices = {reinterpret_cast<const uint32_t*>(tensor.indices().data()), entries};
   for (int64_t row = 0; row < shape.rows; ++row) {
     const uint64_t begin = sparse.offsets[static_cast<size_t>(row)];
     const uint64_t end = sparse.offsets[static_cast<size_t>(row) + 1];

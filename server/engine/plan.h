@@ -64,14 +64,13 @@ struct SparseRows {
   int64_t cols = 0;
   std::vector<uint64_t> offsets;        // rows + 1
   absl::Span<const uint32_t> indices;   // into the request, or into `owned_indices`
-  std::vector<uint32_t> owned_indices;  // only when the request's bytes are misaligned
+  std::vector<uint32_t> owned_indices;  // when they come from no request
   std::vector<float> values;            // widened
 };
 
 // The value of one program input.
 struct InputValue {
-  DenseView dense;             // when !sparse
-  std::vector<float> aligned;  // the bytes of `dense`, only when the request's are misaligned
+  DenseView dense;  // when !sparse
   std::optional<SparseRows> sparse;
 };
 

@@ -1,0 +1,285 @@
+#include "server/device/executor.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "server/errors.h"
+#include "server/metrics/metrics.h"
+
+namespace spmmd::server {
+namespace {
+
+// A job that records how it ended.
+struct Recorded {
+  explicit Recorded(uint64_t bytes = 1) : job(std::make_shared<Job>()) {
+    job->bytes = bytes;
+    job->done = [state = state](absl::Status status) {
+      state->status = std::move(status);
+      state->ends.fetch_add(1);
+      state->ended.Notify();
+    };
+  }
+  absl::Status Wait() {
+    state->ended.WaitForNotification();
+    return state->status;
+  }
+
+  struct State {
+    absl::Status status;
+    std::atomic<int> ends{0};
+    absl::Notification ended;
+  };
+  std::shared_ptr<State> state = std::make_shared<State>();
+  std::shared_ptr<Job> job;
+};
+
+// An executor whose first job runs, on a thread of its own, until Release().
+class ExecutorTest : public ::testing::Test {
+ protected:
+  void StartBusy(Executor::Options options) {
+    executor_ = std::make_unique<Executor>(
+        options,
+        [this](Job& job) {
+          launches_.fetch_add(1);
+          if (&job == first_.job.get()) {
+            running_.Notify();
+            release_.WaitForNotification();
+          }
+          return absl::OkStatus();
+        },
+        &metrics_);
+    submitter_ = std::thread([this] { executor_->Submit(first_.job); });
+    running_.WaitForNotification();
+  }
+  void Release() {
+    if (!release_.HasBeenNotified()) release_.Notify();
+    if (submitter_.joinable()) submitter_.join();
+  }
+  void TearDown() override { Release(); }
+
+  Metrics metrics_;
+  Recorded first_;
+  std::atomic<int> launches_{0};
+  absl::Notification running_;
+  absl::Notification release_;
+  std::thread submitter_;
+  std::unique_ptr<Executor> executor_;
+};
+
+TEST_F(ExecutorTest, IdleDeviceRunsOnTheSubmittingThread) {
+  std::thread::id ran_on;
+  Executor executor(
+      {},
+      [&](Job&) {
+        ran_on = std::this_thread::get_id();
+        return absl::OkStatus();
+      },
+      &metrics_);
+  Recorded job;
+  executor.Submit(job.job);
+  EXPECT_EQ(job.state->ends, 1);  // already
+  EXPECT_EQ(ran_on, std::this_thread::get_id());
+  EXPECT_TRUE(job.state->status.ok());
+}
+
+TEST_F(ExecutorTest, WithoutInlineItRunsOnTheExecutorsThread) {
+  std::thread::id ran_on;
+  Executor::Options options;
+  options.run_inline = false;
+  Executor executor(
+      options,
+      [&](Job&) {
+        ran_on = std::this_thread::get_id();
+        return absl::OkStatus();
+      },
+      &metrics_);
+  Recorded job;
+  executor.Submit(job.job);
+  EXPECT_TRUE(job.Wait().ok());
+  EXPECT_NE(ran_on, std::this_thread::get_id());
+}
+
+TEST_F(ExecutorTest, WaitingJobsRunInOrderOneAtATime) {
+  std::vector<int> order;
+  std::atomic<int> at_once{0};
+  absl::Notification go;
+  std::atomic<int> next{0};
+  Executor executor(
+      {},
+      [&](Job& job) {
+        EXPECT_EQ(at_once.fetch_add(1), 0);
+        if (next.fetch_add(1) == 0) go.WaitForNotification();
+        order.push_back(static_cast<int>(job.bytes));
+        at_once.fetch_sub(1);
+        return absl::OkStatus();
+      },
+      &metrics_);
+  std::vector<Recorded> jobs;
+  for (int i = 0; i < 20; ++i) jobs.emplace_back(static_cast<uint64_t>(i));
+  std::thread first([&] { executor.Submit(jobs[0].job); });
+  while (next.load() == 0) std::this_thread::yield();
+  for (int i = 1; i < 20; ++i) executor.Submit(jobs[static_cast<size_t>(i)].job);
+  EXPECT_EQ(executor.depth(), 19);
+  go.Notify();
+  executor.Drain();
+  first.join();
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_EQ(order[static_cast<size_t>(i)], i);
+    EXPECT_EQ(jobs[static_cast<size_t>(i)].state->ends, 1);
+  }
+  EXPECT_EQ(executor.depth(), 0);
+  EXPECT_EQ(executor.bytes(), 0u);
+}
+
+TEST_F(ExecutorTest, FullQueueRefusesAtOnceWithRetryInfo) {
+  Executor::Options options;
+  options.max_depth = 2;
+  StartBusy(options);
+  Recorded a;
+  Recorded b;
+  executor_->Submit(a.job);
+  executor_->Submit(b.job);
+  for (int i = 0; i < 136; ++i) {
+    Recorded refused;
+    executor_->Submit(refused.job);
+    ASSERT_EQ(refused.state->ends, 1);
+    EXPECT_EQ(refused.state->status.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(ReasonOf(refused.state->status), "QUEUE_FULL");
+    EXPECT_GT(RetryDelayOf(refused.state->status).value_or(absl::ZeroDuration()), absl::ZeroDuration());
+  }
+  EXPECT_EQ(executor_->depth(), 2);
+  Release();
+  EXPECT_TRUE(a.Wait().ok());
+  EXPECT_TRUE(b.Wait().ok());
+  executor_->Drain();
+  EXPECT_EQ(executor_->depth(), 0);
+  EXPECT_EQ(launches_, 3);
+}
+
+TEST_F(ExecutorTest, QueueIsBoundedInBytesToo) {
+  Executor::Options options;
+  options.max_bytes = 1000;
+  StartBusy(options);
+  Recorded a(600);
+  executor_->Submit(a.job);
+  Recorded b(401);
+  executor_->Submit(b.job);
+  EXPECT_EQ(ReasonOf(b.Wait()), "QUEUE_BYTES");
+  EXPECT_TRUE(RetryDelayOf(b.Wait()).has_value());
+  Recorded c(400);
+  executor_->Submit(c.job);
+  EXPECT_EQ(executor_->bytes(), 1000u);
+  Release();
+  EXPECT_TRUE(a.Wait().ok());
+  EXPECT_TRUE(c.Wait().ok());
+  executor_->Drain();
+  EXPECT_EQ(executor_->bytes(), 0u);
+}
+
+TEST_F(ExecutorTest, ExpiredJobsInTheQueueAreNotLaunched) {
+  StartBusy({});
+  std::vector<Recorded> jobs(100);
+  for (Recorded& recorded : jobs) {
+    recorded.job->deadline = absl::Now() + absl::Milliseconds(1);
+    executor_->Submit(recorded.job);
+  }
+  absl::SleepFor(absl::Milliseconds(5));
+  Release();
+  executor_->Drain();
+  for (Recorded& recorded : jobs) EXPECT_EQ(recorded.Wait().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(launches_, 1);
+}
+
+TEST_F(ExecutorTest, ExpiredOnArrivalIsNotLaunched) {
+  Executor executor(
+      {},
+      [&](Job&) {
+        launches_.fetch_add(1);
+        return absl::OkStatus();
+      },
+      &metrics_);
+  Recorded late;
+  late.job->deadline = absl::Now() - absl::Seconds(1);
+  executor.Submit(late.job);
+  EXPECT_EQ(late.Wait().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(launches_, 0);
+}
+
+TEST_F(ExecutorTest, CancelTakesAWaitingJobOutAtOnce) {
+  StartBusy({});
+  Recorded waiting(7);
+  executor_->Submit(waiting.job);
+  EXPECT_EQ(executor_->bytes(), 7u);
+  executor_->Cancel(waiting.job, absl::CancelledError("no longer wanted"));
+  // The device is still busy.
+  EXPECT_EQ(waiting.state->ends, 1);
+  EXPECT_EQ(waiting.state->status, absl::CancelledError("no longer wanted"));
+  EXPECT_EQ(executor_->depth(), 0);
+  EXPECT_EQ(executor_->bytes(), 0u);
+  executor_->Cancel(waiting.job, absl::CancelledError(""));  // no effect
+  EXPECT_EQ(waiting.state->ends, 1);
+  Release();
+  executor_->Drain();
+  EXPECT_EQ(launches_, 1);
+}
+
+TEST_F(ExecutorTest, StopEndsWaitingJobsAsUnavailableAndLetsTheRunningOneFinish) {
+  StartBusy({});
+  Recorded waiting;
+  executor_->Submit(waiting.job);
+  std::thread stopper([&] { executor_->Stop(); });
+  EXPECT_EQ(waiting.Wait().code(), absl::StatusCode::kUnavailable);
+  Release();
+  stopper.join();
+  EXPECT_TRUE(first_.Wait().ok());
+  Recorded after;
+  executor_->Submit(after.job);
+  EXPECT_EQ(after.Wait().code(), absl::StatusCode::kUnavailable);
+  executor_->Stop();  // idempotent
+}
+
+// Submissions, cancellations, expiries and refusals from many threads: every job ends exactly once and nothing is left.
+TEST_F(ExecutorTest, EveryJobEndsExactlyOnceUnderChurn) {
+  Executor::Options options;
+  options.max_depth = 8;
+  Executor executor(
+      options, [](Job& job) { return job.bytes % 5 == 0 ? absl::InternalError("fails") : absl::OkStatus(); },
+      &metrics_);
+  constexpr int kThreads = 4;
+  constexpr int kJobs = 2000;
+  std::atomic<int> ended{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(static_cast<uint32_t>(t));
+      std::vector<Recorded> jobs;
+      for (int i = 0; i < kJobs; ++i) {
+        Recorded recorded(random() % 100);
+        if (random() % 4 == 0) recorded.job->deadline = absl::Now() + absl::Microseconds(random() % 20);
+        executor.Submit(recorded.job);
+        if (random() % 3 == 0) executor.Cancel(recorded.job, absl::CancelledError(""));
+        jobs.push_back(std::move(recorded));
+      }
+      for (Recorded& recorded : jobs) {
+        recorded.state->ended.WaitForNotification();
+        ended.fetch_add(recorded.state->ends);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  executor.Drain();
+  EXPECT_EQ(ended, kThreads * kJobs);
+  EXPECT_EQ(executor.depth(), 0);
+  EXPECT_EQ(executor.bytes(), 0u);
+}
+
+}  // namespace
+}  // namespace spmmd::server
