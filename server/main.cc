@@ -1,8 +1,10 @@
 // spmmd: see server/README.md.
+#include <fcntl.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -42,15 +44,29 @@ constexpr int kExitUsage = 2;
   Leave(code);
 }
 
+int signal_pipe[2] = {-1, -1};
+
+// Async-signal-safe: passes the signal on to the thread that waits for it.
+void PassOnSignal(int signal) {
+  const int saved_errno = errno;
+  const auto byte = static_cast<unsigned char>(signal);
+  [[maybe_unused]] const ssize_t written = write(signal_pipe[1], &byte, 1);
+  errno = saved_errno;
+}
+
 // SIGTERM and SIGINT: while the server starts, the end; the first one later, a drain; the second one, the end at once.
+// A handler and not sigwait with the signals blocked: OpenBLAS starts threads before main() does, with nothing blocked,
+// and a signal that the kernel delivers to one of those would end the process.
 class Signals {
  public:
-  // Before any other thread exists, so that all inherit the mask.
   Signals() {
-    sigemptyset(&set_);
-    sigaddset(&set_, SIGTERM);
-    sigaddset(&set_, SIGINT);
-    pthread_sigmask(SIG_BLOCK, &set_, nullptr);
+    if (pipe2(signal_pipe, O_CLOEXEC) != 0) Fail(kExitFailure, "pipe2 failed");
+    struct sigaction action = {};
+    action.sa_handler = PassOnSignal;
+    action.sa_flags = SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGTERM, &action, nullptr);
+    sigaction(SIGINT, &action, nullptr);
     std::signal(SIGPIPE, SIG_IGN);
     std::thread([this] { Loop(); }).detach();
   }
@@ -70,13 +86,13 @@ class Signals {
     Leave(kExitFailure);
   }
 
-  void Next() {
-    int signal = 0;
-    sigwait(&set_, &signal);
+  static void Next() {
+    unsigned char signal = 0;
+    while (read(signal_pipe[0], &signal, 1) != 1) {
+    }
     LogInfo("signal received", {{"signal", signal}});
   }
 
-  sigset_t set_{};
   std::atomic<bool> serving_{false};
   absl::Notification stop_;
 };

@@ -26,6 +26,7 @@ absl::Status ParseMessage(grpc::ByteBuffer* bytes, Message* message) {
 
 template <typename Message>
 absl::Status SerializeMessage(const Message& message, grpc::ByteBuffer* bytes) {
+  bytes->Clear();  // the writer refuses a buffer that still holds an earlier message
   bool own = false;
   const grpc::Status status = grpc::SerializationTraits<Message>::Serialize(message, bytes, &own);
   if (status.ok()) return absl::OkStatus();
