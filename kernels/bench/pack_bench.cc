@@ -103,7 +103,7 @@ int Main(int argc, char** argv) {
   const auto weights = static_cast<double>(m) * static_cast<double>(k);
 
   std::printf(
-      "operation,format,dtype,M,K,sparsity,threads,seconds,weights_per_second,weights_per_second_per_core,"
+      "operation,format,dtype,M,K,sparsity,threads,seconds,weights_per_second,weights_per_cpu_second,"
       "bytes_per_element,share_of_dense\n");
   const auto report = [&](const char* operation, const std::string& format, double sparsity, Times times,
                           double bytes) {

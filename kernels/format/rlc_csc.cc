@@ -27,15 +27,18 @@ constexpr int64_t kMaxTileEntries = kTileRows * kTileCols;
 // Vector loads and stores may touch this much on both sides of what they are about.
 constexpr int64_t kSlack = 64;
 
-// One worker's memory: a tile turned column-major, the column at hand, and the tile packed.
+// One worker's memory: a tile turned column-major, and the column at hand.
 struct TileScratch {
   alignas(64) uint16_t columns[kTileCols][kTileRows];
   alignas(64) uint16_t positions[kTileRows + 2 * kSlack];
   alignas(64) uint16_t sequence[kTileRows + 2 * kSlack];
   alignas(64) uint8_t sequence_runs[kTileRows + 2 * kSlack];
-  alignas(64) uint16_t values[kMaxTileEntries + kSlack];
-  alignas(64) uint8_t runs[kMaxTileEntries + kSlack];
-  uint16_t offsets[kTileCols + 1];
+};
+
+// Where a tile goes: room for kMaxTileEntries of each, and kSlack bytes more of runs.
+struct TileOutput {
+  uint16_t* values;
+  uint8_t* runs;
 };
 
 struct TileCounts {
@@ -43,11 +46,21 @@ struct TileCounts {
   int64_t entries = 0;
 };
 
-// Eight run lengths, one a byte, as eight n-bit fields.
+// Eight run lengths, one a byte, as eight n-bit fields; and back.
+// Bytes of places that are not ours may hold anything and must not spill into their neighbours.
 inline uint64_t PackRuns(uint64_t bytes, int n) {
+  bytes &= ((uint64_t{1} << n) - 1) * 0x0101010101010101u;
   const uint64_t pairs = (bytes & 0x00ff00ff00ff00ffu) | ((bytes >> 8 & 0x00ff00ff00ff00ffu) << n);
   const uint64_t quads = (pairs & 0x0000ffff0000ffffu) | ((pairs >> 16 & 0x0000ffff0000ffffu) << (2 * n));
   return (quads & 0xffffffffu) | (quads >> 32 << (4 * n));
+}
+inline uint64_t UnpackRuns(uint64_t fields, int n) {
+  const uint64_t one = (uint64_t{1} << n) - 1;
+  const uint64_t two = (uint64_t{1} << (2 * n)) - 1;
+  const uint64_t four = (uint64_t{1} << (4 * n)) - 1;
+  const uint64_t quads = (fields & four) | (fields >> (4 * n) & four) << 32;
+  const uint64_t pairs = (quads & two * 0x0000000100000001u) | (quads >> (2 * n) & two * 0x0000000100000001u) << 16;
+  return (pairs & one * 0x0001000100010001u) | (pairs >> n & one * 0x0001000100010001u) << 8;
 }
 
 }  // namespace spmmd::rlc_csc
@@ -84,7 +97,8 @@ int64_t CompressColumn(const uint16_t* column, uint16_t max_run, TileScratch* sc
   return count;
 }
 
-void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, TileScratch* scratch) {
+void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, const TileScratch& scratch,
+                      const TileOutput& output) {
   const int64_t end = begin + entries;
   int64_t next = kSlack;
   uint8_t runs[kTileRows + 2 * kUnitEntries] = {};
@@ -92,15 +106,15 @@ void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, TileScratch*
   for (int64_t slot = 0; slot < kUnitEntries; ++slot) {
     for (int64_t place = first_place + slot; place < end; place += kUnitEntries) {
       if (place < begin) continue;
-      scratch->values[place] = scratch->sequence[next];
-      runs[place - first_place] = scratch->sequence_runs[next++];
+      output.values[place] = scratch.sequence[next];
+      runs[place - first_place] = scratch.sequence_runs[next++];
     }
   }
   for (int64_t place = first_place; place < end; place += kUnitEntries) {
     uint64_t bytes = 0;
     std::memcpy(&bytes, runs + (place - first_place), sizeof(bytes));
     uint64_t fields = PackRuns(bytes, run_bits);
-    uint8_t* out = scratch->runs + place / kUnitEntries * run_bits;
+    uint8_t* out = output.runs + place / kUnitEntries * run_bits;
     if (place < begin) {
       uint64_t before = 0;
       std::memcpy(&before, out, sizeof(before));
@@ -220,7 +234,8 @@ HWY_INLINE int64_t CompressColumn(const uint16_t* column, uint16_t max_run, Tile
 // Deals a column's entries over the units that hold places [begin, begin + entries): the header's interleaving. Places
 // before `begin` in the first unit keep what they hold; those behind the end of the last are overwritten by what
 // follows.
-HWY_INLINE void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, TileScratch* scratch) {
+HWY_INLINE void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, const TileScratch& scratch,
+                                 const TileOutput& output) {
   const D16x8 d16;
   const D8x16 d8;
   const hn::Half<D8x16> d8half;
@@ -237,11 +252,11 @@ HWY_INLINE void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, T
     start[s] = next - first;
     next += std::max<int64_t>(0, last - first);
   }
-  const uint16_t* sequence = scratch->sequence + kSlack;
-  const uint8_t* sequence_runs = scratch->sequence_runs + kSlack;
+  const uint16_t* sequence = scratch.sequence + kSlack;
+  const uint8_t* sequence_runs = scratch.sequence_runs + kSlack;
   const int64_t unit0 = begin / kUnitEntries;
-  uint16_t* out = scratch->values + unit0 * kUnitEntries;
-  uint8_t* out_runs = scratch->runs + unit0 * run_bits;
+  uint16_t* out = output.values + unit0 * kUnitEntries;
+  uint8_t* out_runs = output.runs + unit0 * run_bits;
   for (int64_t u = 0; u < units; u += 8) {
     hn::Vec<D16x8> block[8];
     for (int s = 0; s < 8; ++s) block[s] = hn::LoadU(d16, sequence + start[s] + u);
@@ -306,31 +321,32 @@ int64_t BridgeGaps(int64_t count, int max_run, TileScratch* scratch) {
   return entries;
 }
 
-TileCounts PackTile(const DenseView& w, int64_t row0, int64_t col0, int run_bits, TileScratch* scratch) {
+TileCounts PackTile(const DenseView& w, int64_t row0, int64_t col0, int run_bits, TileScratch* scratch,
+                    uint16_t* offsets, const TileOutput& output) {
   const int64_t rows = std::min(kTileRows, w.rows - row0);
   const int64_t cols = std::min(kTileCols, w.cols - col0);
   const int max_run = (1 << run_bits) - 1;
   LoadColumns(w, row0, rows, col0, cols, scratch);
   TileCounts counts;
   for (int64_t c = 0; c < kTileCols; ++c) {
-    scratch->offsets[c] = static_cast<uint16_t>(counts.entries);
+    offsets[c] = static_cast<uint16_t>(counts.entries);
     if (c >= cols) continue;
     bool long_gap = false;
     const int64_t nnz = CompressColumn(scratch->columns[c], static_cast<uint16_t>(max_run), scratch, &long_gap);
     if (nnz == 0) continue;
     const int64_t entries = long_gap ? BridgeGaps(nnz, max_run, scratch) : nnz;
-    InterleaveColumn(counts.entries, entries, run_bits, scratch);
+    InterleaveColumn(counts.entries, entries, run_bits, *scratch, output);
     counts.nnz += nnz;
     counts.entries += entries;
   }
-  scratch->offsets[kTileCols] = static_cast<uint16_t>(counts.entries);
+  offsets[kTileCols] = static_cast<uint16_t>(counts.entries);
   if (const int64_t used = counts.entries % kUnitEntries; used != 0) {
     const int64_t unit = counts.entries / kUnitEntries;
-    std::fill(scratch->values + counts.entries, scratch->values + (unit + 1) * kUnitEntries, uint16_t{0});
+    std::fill(output.values + counts.entries, output.values + (unit + 1) * kUnitEntries, uint16_t{0});
     uint64_t fields = 0;
-    std::memcpy(&fields, scratch->runs + unit * run_bits, static_cast<size_t>(run_bits));
+    std::memcpy(&fields, output.runs + unit * run_bits, static_cast<size_t>(run_bits));
     fields &= (uint64_t{1} << (used * run_bits)) - 1;
-    std::memcpy(scratch->runs + unit * run_bits, &fields, static_cast<size_t>(run_bits));
+    std::memcpy(output.runs + unit * run_bits, &fields, static_cast<size_t>(run_bits));
   }
   return counts;
 }
@@ -350,14 +366,23 @@ constexpr int64_t kTilesPerTask = 16;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What a task leaves until the sizes of all are known.
+// Tasks that are packed before their results are moved to their final place: enough to keep the cores busy, few enough
+// for the results to stay in cache.
+constexpr int64_t kTasksPerThread = 4;
+
+// What a task leaves until it is known how much lies before it. The memory is used again by later tasks.
 struct Piece {
-  std::vector<uint16_t> values;
-  std::vector<uint8_t> runs;
-  int64_t nnz = 0;
-  int64_t padding_entries = 0;
-  int64_t unused_places = 0;
+  std::unique_ptr<uint16_t[]> values = std::make_unique_for_overwrite<uint16_t[]>(kTilesPerTask * kMaxTileEntries);
+  std::unique_ptr<uint8_t[]> runs = std::make_unique_for_overwrite<uint8_t[]>(kTilesPerTask * kMaxTileEntries + kSlack);
+  uint64_t units = 0;
 };
+
+// The first `bytes` of a buffer that was allocated for the worst case. Large buffers are mapped, and pages that were
+// never written take no memory.
+Buffer Shrink(Buffer buffer, size_t bytes) {
+  const auto whole = std::make_shared<const Buffer>(std::move(buffer));
+  return Buffer::Borrow({whole->data(), bytes}, whole);
+}
 
 struct View {
   explicit View(const PackedLayer& layer)
@@ -408,6 +433,58 @@ void ForEachEntry(const View& view, int64_t base, int64_t begin, int64_t end, Bo
   }
 }
 
+// Rows that the entries at places [begin, end) cover together: the sum of run + 1.
+int64_t CoveredRows(const View& view, int64_t base, int64_t begin, int64_t end) {
+  int64_t sum = end - begin;
+  for (int64_t unit = begin / kUnitEntries; unit * kUnitEntries < end; ++unit) {
+    uint64_t fields = 0;
+    std::memcpy(&fields, view.runs.data() + static_cast<size_t>((base / kUnitEntries + unit) * view.run_bits),
+                static_cast<size_t>(view.run_bits));
+    uint64_t bytes = UnpackRuns(fields, view.run_bits);
+    const int64_t skip = begin - unit * kUnitEntries;
+    const int64_t keep = end - unit * kUnitEntries;
+    if (skip > 0) bytes &= ~uint64_t{0} << (8 * skip);
+    if (keep < kUnitEntries) bytes &= (uint64_t{1} << (8 * keep)) - 1;
+    const uint64_t halves = (bytes & 0x00ff00ff00ff00ffu) + (bytes >> 8 & 0x00ff00ff00ff00ffu);
+    sum += static_cast<int64_t>(halves * 0x0001000100010001u >> 48);
+  }
+  return sum;
+}
+
+// All that Validate checks of a tile once its units are known to exist; counts its nonzeros.
+bool CheckTile(const View& view, const PackedLayer& layer, int64_t tile, int64_t* nnz) {
+  const uint16_t* offsets = view.offsets(tile);
+  const uint64_t first_unit = view.tile_units[static_cast<size_t>(tile)];
+  const uint64_t end_unit = view.tile_units[static_cast<size_t>(tile) + 1];
+  const auto base = static_cast<int64_t>(first_unit) * kUnitEntries;
+  const int64_t cols = std::min(kTileCols, layer.k - tile % view.col_tiles * kTileCols);
+  const int64_t rows = std::min(kTileRows, layer.m - tile / view.col_tiles * kTileRows);
+  // Places inside the tile's units, columns beyond K empty: what makes all reads below safe.
+  const int64_t entries = offsets[kTileCols];
+  if (offsets[0] != 0 || !std::is_sorted(offsets, offsets + kTileCols + 1) || offsets[cols] != entries ||
+      static_cast<uint64_t>(CeilDiv(entries, kUnitEntries)) != end_unit - first_unit) {
+    return false;
+  }
+  const uint16_t* values = view.values.data() + base;
+  for (int64_t place = 0; place < entries; ++place) *nnz += IsNonzeroBits(values[place]) ? 1 : 0;
+  for (int64_t place = entries; place < static_cast<int64_t>(end_unit - first_unit) * kUnitEntries; ++place) {
+    if (values[place] != 0) return false;
+  }
+  for (int64_t c = 0; c < cols; ++c) {
+    // Kernels add into 256 accumulators a tile, padding entries included.
+    if (CoveredRows(view, base, offsets[c], offsets[c + 1]) > kTileRows) return false;
+  }
+  if (rows == kTileRows) return true;
+  // In the last row of tiles only padding entries may stand below row M.
+  bool ok = true;
+  for (int64_t c = 0; c < cols; ++c) {
+    ForEachEntry(view, base, offsets[c], offsets[c + 1], [&](int64_t row, int64_t place) {
+      ok = ok && (row < rows || !IsNonzeroBits(view.values[static_cast<size_t>(place)]));
+    });
+  }
+  return ok;
+}
+
 }  // namespace
 
 absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options, int run_bits) {
@@ -430,51 +507,60 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options,
   uint64_t* units = tile_units.MutableAs<uint64_t>().data();
   uint16_t* offsets = column_offsets.MutableAs<uint16_t>().data();
 
-  ThreadPool& pool = DefaultThreadPool();
-  std::vector<std::unique_ptr<TileScratch>> scratches(static_cast<size_t>(pool.size()));
-  std::vector<Piece> pieces(static_cast<size_t>(row_tiles * tasks_per_row));
-  pool.ParallelFor(row_tiles * tasks_per_row, [&](int64_t task, int worker) {
-    std::unique_ptr<TileScratch>& scratch = scratches[static_cast<size_t>(worker)];
-    if (scratch == nullptr) scratch = std::make_unique<TileScratch>();
-    Piece& piece = pieces[static_cast<size_t>(task)];
-    const int64_t tile_row = task / tasks_per_row;
-    const int64_t first = task % tasks_per_row * kTilesPerTask;
-    const int64_t last = std::min(col_tiles, first + kTilesPerTask);
-    for (int64_t tile_col = first; tile_col < last; ++tile_col) {
-      const TileCounts counts =
-          HWY_DYNAMIC_DISPATCH(PackTile)(w, tile_row * kTileRows, tile_col * kTileCols, run_bits, scratch.get());
-      const int64_t tile = tile_row * col_tiles + tile_col;
-      const int64_t tile_unit_count = CeilDiv(counts.entries, kUnitEntries);
-      if (piece.values.empty()) {
-        const auto expected = static_cast<size_t>((last - tile_col) * tile_unit_count) * 9 / 8;
-        piece.values.reserve(expected * kUnitEntries);
-        piece.runs.reserve(expected * static_cast<size_t>(run_bits));
-      }
-      piece.values.insert(piece.values.end(), scratch->values, scratch->values + tile_unit_count * kUnitEntries);
-      piece.runs.insert(piece.runs.end(), scratch->runs, scratch->runs + tile_unit_count * run_bits);
-      piece.nnz += counts.nnz;
-      piece.padding_entries += counts.entries - counts.nnz;
-      piece.unused_places += tile_unit_count * kUnitEntries - counts.entries;
-      units[tile + 1] = static_cast<uint64_t>(tile_unit_count);
-      std::memcpy(offsets + tile * (kTileCols + 1), scratch->offsets, sizeof(scratch->offsets));
-    }
-  });
-  for (size_t tile = 0; tile < tiles; ++tile) units[tile + 1] += units[tile];
+  // Sizes come out while packing, so the buffers are as large as they could get: every element an entry.
+  const size_t max_units = static_cast<size_t>(CeilDiv(w.rows * w.cols, kUnitEntries)) + tiles;
+  SPMMD_ASSIGN_OR_RETURN(Buffer all_runs, Buffer::Allocate(max_units * static_cast<size_t>(run_bits)));
+  SPMMD_ASSIGN_OR_RETURN(Buffer all_values, Buffer::Allocate(max_units * kUnitEntries * sizeof(uint16_t)));
 
+  ThreadPool& pool = DefaultThreadPool();
+  const int64_t tasks = row_tiles * tasks_per_row;
+  const int64_t wave = std::min(tasks, pool.size() * kTasksPerThread);
+  std::vector<std::unique_ptr<TileScratch>> scratches(static_cast<size_t>(pool.size()));
+  std::vector<Piece> pieces(static_cast<size_t>(wave));
+  std::atomic<int64_t> nnz{0};
+  std::atomic<int64_t> entries{0};
+  for (int64_t first_task = 0; first_task < tasks; first_task += wave) {
+    const int64_t count = std::min(wave, tasks - first_task);
+    const auto first_tile_of = [&](int64_t i) {
+      return (first_task + i) / tasks_per_row * col_tiles + (first_task + i) % tasks_per_row * kTilesPerTask;
+    };
+    pool.ParallelFor(count, [&](int64_t i, int worker) {
+      std::unique_ptr<TileScratch>& scratch = scratches[static_cast<size_t>(worker)];
+      if (scratch == nullptr) scratch = std::make_unique_for_overwrite<TileScratch>();
+      Piece& piece = pieces[static_cast<size_t>(i)];
+      piece.units = 0;
+      TileCounts total;
+      const int64_t first_tile = first_tile_of(i);
+      const int64_t tile_row = first_tile / col_tiles;
+      const int64_t last_tile = std::min((tile_row + 1) * col_tiles, first_tile + kTilesPerTask);
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        const TileOutput output{piece.values.get() + piece.units * kUnitEntries,
+                                piece.runs.get() + piece.units * static_cast<uint64_t>(run_bits)};
+        const TileCounts counts =
+            HWY_DYNAMIC_DISPATCH(PackTile)(w, tile_row * kTileRows, tile % col_tiles * kTileCols, run_bits,
+                                           scratch.get(), offsets + tile * (kTileCols + 1), output);
+        units[tile + 1] = static_cast<uint64_t>(CeilDiv(counts.entries, kUnitEntries));
+        piece.units += units[tile + 1];
+        total.nnz += counts.nnz;
+        total.entries += counts.entries;
+      }
+      nnz.fetch_add(total.nnz, std::memory_order_relaxed);
+      entries.fetch_add(total.entries, std::memory_order_relaxed);
+    });
+    const int64_t end_tile = first_task + count == tasks ? static_cast<int64_t>(tiles) : first_tile_of(count);
+    for (int64_t tile = first_tile_of(0); tile < end_tile; ++tile) units[tile + 1] += units[tile];
+    pool.ParallelFor(count, [&](int64_t i, int /*worker*/) {
+      const Piece& piece = pieces[static_cast<size_t>(i)];
+      const uint64_t place = units[first_tile_of(i)];
+      std::memcpy(all_values.MutableAs<uint16_t>().data() + place * kUnitEntries, piece.values.get(),
+                  piece.units * kUnitEntries * sizeof(uint16_t));
+      std::memcpy(all_runs.mutable_data() + place * static_cast<uint64_t>(run_bits), piece.runs.get(),
+                  piece.units * static_cast<uint64_t>(run_bits));
+    });
+  }
   const size_t unit_count = units[tiles];
-  SPMMD_ASSIGN_OR_RETURN(Buffer runs, Buffer::Allocate(unit_count * static_cast<size_t>(run_bits)));
-  SPMMD_ASSIGN_OR_RETURN(Buffer values, Buffer::Allocate(unit_count * kUnitEntries * sizeof(uint16_t)));
-  pool.ParallelFor(row_tiles * tasks_per_row, [&](int64_t task, int /*worker*/) {
-    Piece& piece = pieces[static_cast<size_t>(task)];
-    const int64_t tile = task / tasks_per_row * col_tiles + task % tasks_per_row * kTilesPerTask;
-    if (piece.values.empty()) return;
-    std::memcpy(values.MutableAs<uint16_t>().data() + units[tile] * kUnitEntries, piece.values.data(),
-                piece.values.size() * sizeof(uint16_t));
-    std::memcpy(runs.MutableAs<uint8_t>().data() + units[tile] * static_cast<uint64_t>(run_bits), piece.runs.data(),
-                piece.runs.size());
-    piece.values = {};
-    piece.runs = {};
-  });
+  Buffer runs = Shrink(std::move(all_runs), unit_count * static_cast<size_t>(run_bits));
+  Buffer values = Shrink(std::move(all_values), unit_count * kUnitEntries * sizeof(uint16_t));
 
   PackedLayer layer;
   layer.format = Format::kRlcCsc;
@@ -483,11 +569,9 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options,
   layer.m = w.rows;
   layer.k = w.cols;
   layer.params = {run_bits, kTileRows, kTileCols};
-  int64_t padding = 0;
-  for (const Piece& piece : pieces) {
-    layer.nnz += piece.nnz;
-    padding += piece.padding_entries + piece.unused_places;
-  }
+  layer.nnz = nnz.load();
+  // Padding entries and the places behind the last entry of each tile.
+  const int64_t padding = static_cast<int64_t>(unit_count) * kUnitEntries - layer.nnz;
   const auto padding_values = static_cast<size_t>(padding) * sizeof(uint16_t);
   const auto padding_runs = static_cast<size_t>(padding * run_bits / 8);
   layer.sections.push_back({kTileUnits, SectionClass::kMetadata, 0, std::move(tile_units)});
@@ -549,26 +633,8 @@ absl::Status Validate(const PackedLayer& layer) {
   std::atomic<int64_t> bad_tile{-1};
   std::atomic<int64_t> nnz{0};
   DefaultThreadPool().ParallelFor(view.tiles(), [&](int64_t tile, int /*worker*/) {
-    const uint16_t* offsets = view.offsets(tile);
-    const uint64_t first_unit = view.tile_units[static_cast<size_t>(tile)];
-    const auto base = static_cast<int64_t>(first_unit) * kUnitEntries;
-    const int64_t cols = std::min(kTileCols, layer.k - tile % view.col_tiles * kTileCols);
-    const int64_t rows = std::min(kTileRows, layer.m - tile / view.col_tiles * kTileRows);
-    // Places inside the tile's units, columns beyond K empty: what makes the reads below safe.
-    bool ok = offsets[0] == 0 && std::is_sorted(offsets, offsets + kTileCols + 1) &&
-              offsets[cols] == offsets[kTileCols] &&
-              static_cast<uint64_t>(CeilDiv(offsets[kTileCols], kUnitEntries)) ==
-                  view.tile_units[static_cast<size_t>(tile) + 1] - first_unit;
     int64_t count = 0;
-    for (int64_t c = 0; ok && c < cols; ++c) {
-      ForEachEntry(view, base, offsets[c], offsets[c + 1], [&](int64_t row, int64_t place) {
-        const bool nonzero = IsNonzeroBits(view.values[static_cast<size_t>(place)]);
-        // Kernels add into 256 accumulators a tile, padding entries included.
-        ok = ok && row < (nonzero ? rows : kTileRows);
-        count += nonzero ? 1 : 0;
-      });
-    }
-    if (!ok) bad_tile.store(tile, std::memory_order_relaxed);
+    if (!CheckTile(view, layer, tile, &count)) bad_tile.store(tile, std::memory_order_relaxed);
     nnz.fetch_add(count, std::memory_order_relaxed);
   });
   if (bad_tile.load() >= 0) {
