@@ -46,7 +46,7 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     } else if (ok) {
       OnChunk();
     } else {
-      // The caller is done, or gone, too early: Finish() knows which part is missing.
+      // The caller is done, or gone too early: Finish() knows which part is missing.
       RunFinish();
     }
   }
@@ -129,10 +129,7 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
       End(std::move(status));
       return;
     }
-    if (upload_->received_bytes() >= upload_->accepted().content_bytes()) {
-      RunFinish();
-      return;
-    }
+    // On until the caller half-closes, also when everything is there: what still follows has no place in this shape.
     SendProgress(pb::LAYER_STATE_UPLOADING);
     StartRead(&in_);
   }

@@ -12,7 +12,8 @@ namespace spmmd::server {
 //
 // Backpressure: the next chunk is read only when the last one is in the layer's memory, so that a client that sends
 // faster than the server takes is held back by HTTP/2 flow control. Packing and everything that may touch a disk runs
-// on the blocking threads. Once the content is complete, or was not needed, nothing more is read.
+// on the blocking threads. The layer is made when the caller half-closes; when no content was needed, at once, and
+// nothing is read.
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* NewRegisterLayerCall(RpcContext& rpc, const Method& method,
                                                                                   grpc::CallbackServerContext* context);
 

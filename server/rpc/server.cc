@@ -34,13 +34,22 @@ namespace {
 
 constexpr const char* kServiceNames[] = {"spmm.v1.SparseMatmul", "spmm.v1.LayerCatalog"};
 
-// Reflection for one server only; gRPC's own switch is for the whole process, the health endpoint included.
-class ReflectionOption final : public grpc::ServerBuilderOption {
+// gRPC offers reflection and channelz on every server of the process once their libraries are linked or switched on. This
+// takes them away from one.
+class OfferOnly final : public grpc::ServerBuilderOption {
  public:
+  OfferOnly(bool reflection, bool channelz) : reflection_(reflection), channelz_(channelz) {}
   void UpdateArguments(grpc::ChannelArguments* /*arguments*/) override {}
   void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
-    plugins->push_back(std::make_unique<grpc::reflection::ProtoServerReflectionPlugin>());
+    std::erase_if(*plugins, [this](const auto& plugin) {
+      return (plugin->name() == "proto_server_reflection" && !reflection_) ||
+             (plugin->name() == "channelz_service" && !channelz_);
+    });
   }
+
+ private:
+  const bool reflection_;
+  const bool channelz_;
 };
 
 int Millis(absl::Duration duration) {
@@ -89,15 +98,13 @@ absl::Status RpcServer::Listen(const Options& options) {
     SPMMD_ASSIGN_OR_RETURN(credentials, MakeTlsCredentials({options.tls_cert, options.tls_key, options.tls_client_ca,
                                                             options.tls_reload_interval}));
   }
+  // Both before the builder, which takes the list of plugins when it is made.
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  if (options.channelz) grpc::channelz::experimental::InitChannelzService();
   grpc::ServerBuilder builder;
   AddConnectionArguments(options, &builder);
-  if (options.reflection) builder.SetOption(std::make_unique<ReflectionOption>());
-  if (options.channelz) {
-    builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 1);
-    grpc::channelz::experimental::InitChannelzService();
-  } else {
-    builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 0);
-  }
+  builder.SetOption(std::make_unique<OfferOnly>(options.reflection, options.channelz));
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, options.channelz ? 1 : 0);
   builder.RegisterService(&matmul_);
   builder.RegisterService(&catalog_);
 
@@ -124,6 +131,7 @@ absl::Status RpcServer::Listen(const Options& options) {
 absl::Status RpcServer::ListenHealth(const std::string& address) {
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.SetOption(std::make_unique<OfferOnly>(/*reflection=*/false, /*channelz=*/false));
   builder.RegisterCallbackGenericService(&health_only_);
   int port = 0;
   if (IsUnix(address)) {

@@ -1,0 +1,372 @@
+// spmmd_rpc_bench: what a call costs beyond its kernel. A server process runs spmmd's services and a bare gRPC echo,
+// each on a Unix socket of its own; a client process calls them turn by turn, one call in flight, with bytes made
+// beforehand, so that both rows have the same client. `overhead` is the call's time minus the time that its kernels
+// took by the server's own clock; the ratio sets it against the echo of the same number of bytes.
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <future>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "grpcpp/generic/generic_stub.h"
+#include "grpcpp/grpcpp.h"
+#include "server/app.h"
+#include "server/config/options.h"
+#include "server/pb.h"
+#include "server/rpc/unary_call.h"
+#include "spmm/v1/layer_catalog.grpc.pb.h"
+#include "spmm/v1/sparse_matmul.grpc.pb.h"
+
+namespace spmmd::server {
+namespace {
+
+struct Flags {
+  int64_t m = 4096;
+  int64_t k = 4096;
+  std::vector<int64_t> tokens = {1, 16};
+  double sparsity = 0.5;
+  int iterations = 2000;
+  double seconds = 5;  // at most, for one row
+  std::string csv;
+};
+
+// --- Server process
+// ---------------------------------------------------------------------------------------------------
+
+// Answers `response_bytes` bytes, a number that the first eight bytes of the request give; the rest of it is not looked
+// at.
+class Echo final : public grpc::ServerGenericBidiReactor {
+ public:
+  Echo() { StartRead(&request_); }
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      Finish(grpc::Status::OK);
+      return;
+    }
+    grpc::Slice first;
+    std::vector<grpc::Slice> slices;
+    uint64_t bytes = 0;
+    if (request_.Dump(&slices).ok() && !slices.empty() && slices[0].size() >= sizeof(bytes)) {
+      std::copy_n(slices[0].begin(), sizeof(bytes), reinterpret_cast<uint8_t*>(&bytes));
+    }
+    static const auto* const payload = new std::vector<uint8_t>(size_t{256} << 20);
+    const grpc::Slice answer(payload->data(), std::min<size_t>(bytes, payload->size()), grpc::Slice::STATIC_SLICE);
+    response_ = grpc::ByteBuffer(&answer, 1);
+    StartWriteAndFinish(&response_, grpc::WriteOptions(), grpc::Status::OK);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  grpc::ByteBuffer request_;
+  grpc::ByteBuffer response_;
+};
+
+class EchoService final : public grpc::CallbackGenericService {
+  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* /*context*/) override {
+    return new Echo;
+  }
+};
+
+[[noreturn]] void RunServers(const std::string& spmmd_address, const std::string& echo_address) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  auto options = MakeOptions({});
+  options->listen = {spmmd_address};
+  options->metrics_listen.clear();
+  options->max_message_bytes = uint64_t{512} << 20;
+  auto app = App::Start(*options);
+  if (!app.ok() || !(*app)->LoadAndServe().ok()) std::_Exit(1);
+  EchoService echo;
+  grpc::ServerBuilder builder;
+  builder.RegisterCallbackGenericService(&echo);
+  builder.SetMaxReceiveMessageSize(-1);
+  builder.AddListeningPort(echo_address, grpc::InsecureServerCredentials());
+  const auto server = builder.BuildAndStart();
+  if (server == nullptr) std::_Exit(1);
+  server->Wait();
+  std::_Exit(0);
+}
+
+// --- Client process
+// ---------------------------------------------------------------------------------------------------
+
+// One blocking unary call with ready bytes, over the callback stub: the same for both servers.
+class RawCaller {
+ public:
+  RawCaller(const std::string& address, std::string method) : method_(std::move(method)) {
+    grpc::ChannelArguments arguments;
+    arguments.SetMaxReceiveMessageSize(-1);
+    stub_ = std::make_unique<grpc::GenericStub>(
+        grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+  }
+
+  // Seconds; negative when the call failed.
+  double Call(const grpc::ByteBuffer& request, grpc::ByteBuffer* response) {
+    std::promise<grpc::Status> done;
+    grpc::ClientContext context;
+    const auto start = std::chrono::steady_clock::now();
+    stub_->UnaryCall(&context, method_, grpc::StubOptions(), &request, response,
+                     [&](grpc::Status status) { done.set_value(std::move(status)); });
+    const grpc::Status status = done.get_future().get();
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    if (!status.ok()) {
+      std::fprintf(stderr, "%s: %s\n", method_.c_str(), status.error_message().c_str());
+      return -1;
+    }
+    return elapsed.count();
+  }
+
+ private:
+  const std::string method_;
+  std::unique_ptr<grpc::GenericStub> stub_;
+};
+
+grpc::ByteBuffer ToBytes(const google::protobuf::Message& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return {&slice, 1};
+}
+
+double Quantile(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0 : values[static_cast<size_t>(q * static_cast<double>(values.size() - 1))];
+}
+
+bool RegisterLayer(const std::string& address, const Flags& flags) {
+  std::mt19937 random(1);
+  std::string values(static_cast<size_t>(flags.m * flags.k) * 2, '\0');
+  auto* const bits = reinterpret_cast<uint16_t*>(values.data());
+  const auto cut = static_cast<uint32_t>(flags.sparsity * 65536);
+  for (int64_t i = 0; i < flags.m * flags.k; ++i) {
+    const uint32_t word = random();
+    // fp16 between 1 and 2 where not pruned.
+    bits[i] = (word & 0xffff) < cut ? 0 : static_cast<uint16_t>(0x3c00 | (word >> 22));
+  }
+  const auto stub = pb::LayerCatalog::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
+  grpc::ClientContext context;
+  context.set_wait_for_ready(true);
+  auto stream = stub->RegisterLayer(&context);
+  pb::RegisterLayerRequest request;
+  pb::LayerSpec* spec = request.mutable_spec();
+  spec->set_name("w");
+  spec->set_m(flags.m);
+  spec->set_k(flags.k);
+  spec->set_dtype(pb::DATA_TYPE_F16);
+  spec->set_encoding(pb::SOURCE_ENCODING_DENSE);
+  spec->set_format(pb::FORMAT_BITMAP);
+  bool open = stream->Write(request);
+  constexpr size_t kChunk = size_t{4} << 20;
+  for (size_t offset = 0; open && offset < values.size(); offset += kChunk) {
+    pb::ContentChunk* chunk = request.mutable_chunk();
+    chunk->set_part(pb::CONTENT_PART_VALUES);
+    chunk->set_offset(offset);
+    chunk->set_data(values.substr(offset, kChunk));
+    open = stream->Write(request);
+  }
+  stream->WritesDone();
+  pb::RegisterLayerResponse response;
+  while (stream->Read(&response)) {
+  }
+  const grpc::Status status = stream->Finish();
+  if (!status.ok()) std::fprintf(stderr, "register: %s\n", status.error_message().c_str());
+  return status.ok();
+}
+
+pb::ExecuteRequest MakeRequest(const Flags& flags, int64_t n) {
+  pb::ExecuteRequest request;
+  request.mutable_program()->add_inputs("x");
+  pb::Step* step = request.mutable_program()->add_steps();
+  step->set_name("y");
+  step->mutable_matmul()->mutable_layer()->set_name("w");
+  step->mutable_matmul()->set_input("x");
+  pb::OutputSpec* output = request.mutable_program()->add_outputs();
+  output->set_step("y");
+  output->set_dtype(pb::DATA_TYPE_F16);
+  pb::NamedInput* input = request.add_inputs();
+  input->set_name("x");
+  input->mutable_dense()->set_dtype(pb::DATA_TYPE_F16);
+  input->mutable_dense()->add_shape(n);
+  input->mutable_dense()->add_shape(flags.k);
+  std::string* data = input->mutable_dense()->mutable_data();
+  data->resize(static_cast<size_t>(n * flags.k) * 2);
+  for (size_t i = 1; i < data->size(); i += 2) (*data)[i] = 0x38;  // 0.5
+  return request;
+}
+
+double Seconds(const google::protobuf::Duration& duration) {
+  return static_cast<double>(duration.seconds()) + static_cast<double>(duration.nanos()) * 1e-9;
+}
+
+struct Row {
+  std::string name;
+  int64_t n = 0;
+  size_t request_bytes = 0;
+  size_t response_bytes = 0;
+  std::vector<double> call;
+  std::vector<double> overhead;  // call less kernel
+  std::vector<double> kernel;
+  std::vector<double> server;  // ExecuteTiming.total less kernel
+};
+
+// Calls `left` and `right` alternately.
+void TurnByTurn(const Flags& flags, const std::function<bool()>& left, const std::function<bool()>& right) {
+  const absl::Time end = absl::Now() + absl::Seconds(flags.seconds);
+  for (int i = 0; i < flags.iterations && absl::Now() < end; ++i) {
+    if (!left() || !right()) std::_Exit(1);
+  }
+}
+
+void Print(std::FILE* out, const Row& row, double echo_p50, bool csv) {
+  const double overhead = Quantile(row.overhead, 0.5);
+  const std::string line =
+      absl::StrFormat(csv ? "%s,%d,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f,%.3f\n"
+                          : "%-22s %5d %9d %9d %6d %9.1f %9.1f %9.1f %9.1f %11.1f %7.2f\n",
+                      row.name, row.n, row.request_bytes, row.response_bytes, row.call.size(),
+                      Quantile(row.call, 0.5) * 1e6, Quantile(row.call, 0.99) * 1e6, Quantile(row.kernel, 0.5) * 1e6,
+                      Quantile(row.server, 0.5) * 1e6, overhead * 1e6, overhead / echo_p50);
+  std::fputs(line.c_str(), out);
+}
+
+int RunClient(const Flags& flags, const std::string& spmmd_address, const std::string& echo_address) {
+  if (!RegisterLayer(spmmd_address, flags)) return 1;
+  std::FILE* const csv = flags.csv.empty() ? nullptr : std::fopen(flags.csv.c_str(), "w");
+  if (csv != nullptr) {
+    std::fputs(
+        "row,N,request_bytes,response_bytes,calls,us_p50,us_p99,kernel_us_p50,server_us_p50,overhead_us_p50,"
+        "overhead_vs_echo\n",
+        csv);
+  }
+  std::printf(
+      "M=%d K=%d fp16 sparsity=%.2f; times in us; overhead = call - kernel; server = time in spmmd's own code less "
+      "kernel\n",
+      static_cast<int>(flags.m), static_cast<int>(flags.k), flags.sparsity);
+  std::printf("%-22s %5s %9s %9s %6s %9s %9s %9s %9s %11s %7s\n", "row", "N", "req B", "resp B", "calls", "p50", "p99",
+              "kernel", "server", "overhead", "x echo");
+  RawCaller execute(spmmd_address, "/spmm.v1.SparseMatmul/Execute");
+  RawCaller info(spmmd_address, "/spmm.v1.SparseMatmul/ServerInfo");
+  RawCaller echo(echo_address, "/echo/Echo");
+  for (const int64_t n : flags.tokens) {
+    const pb::ExecuteRequest message = MakeRequest(flags, n);
+    const grpc::ByteBuffer request = ToBytes(message);
+    grpc::ByteBuffer response;
+    for (int i = 0; i < 20; ++i) {
+      if (execute.Call(request, &response) < 0) return 1;
+    }
+    const uint64_t response_bytes = response.Length();
+    std::string echo_bytes(request.Length(), '\0');
+    std::copy_n(reinterpret_cast<const char*>(&response_bytes), sizeof(response_bytes), echo_bytes.begin());
+    const grpc::Slice echo_slice(echo_bytes);
+    const grpc::ByteBuffer echo_request(&echo_slice, 1);
+    grpc::ByteBuffer echo_response;
+    for (int i = 0; i < 20; ++i) {
+      if (echo.Call(echo_request, &echo_response) < 0) return 1;
+    }
+    Row bare{"bare echo", n, request.Length(), response.Length(), {}, {}, {}, {}};
+    Row unary{"Execute", n, request.Length(), response.Length(), {}, {}, {}, {}};
+    TurnByTurn(
+        flags,
+        [&] {
+          bare.call.push_back(echo.Call(echo_request, &echo_response));
+          bare.overhead.push_back(bare.call.back());
+          return bare.call.back() >= 0;
+        },
+        [&] {
+          unary.call.push_back(execute.Call(request, &response));
+          if (unary.call.back() < 0) return false;
+          pb::ExecuteResponse parsed;
+          if (!ParseMessage(&response, &parsed).ok()) return false;
+          unary.kernel.push_back(Seconds(parsed.timing().kernel()));
+          unary.server.push_back(Seconds(parsed.timing().total()) - unary.kernel.back());
+          unary.overhead.push_back(unary.call.back() - unary.kernel.back());
+          return true;
+        });
+    const double echo_p50 = Quantile(bare.call, 0.5);
+    for (const Row* row : {&bare, &unary}) {
+      Print(stdout, *row, echo_p50, /*csv=*/false);
+      if (csv != nullptr) Print(csv, *row, echo_p50, /*csv=*/true);
+    }
+
+    // The same requests on an open stream, against the same bare unary echo.
+    const auto stub = pb::SparseMatmul::NewStub(grpc::CreateChannel(spmmd_address, grpc::InsecureChannelCredentials()));
+    grpc::ClientContext context;
+    auto stream = stub->ExecuteStream(&context);
+    pb::ExecuteStreamRequest stream_request;
+    *stream_request.mutable_request() = message;
+    pb::ExecuteStreamResponse stream_response;
+    Row streamed{"ExecuteStream", n, request.Length(), response.Length(), {}, {}, {}, {}};
+    Row bare_again = bare;
+    bare_again.call.clear();
+    TurnByTurn(
+        flags,
+        [&] {
+          bare_again.call.push_back(echo.Call(echo_request, &echo_response));
+          return bare_again.call.back() >= 0;
+        },
+        [&] {
+          const auto start = std::chrono::steady_clock::now();
+          if (!stream->Write(stream_request) || !stream->Read(&stream_response)) return false;
+          const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+          const auto& timing = stream_response.response().timing();
+          streamed.call.push_back(elapsed.count());
+          streamed.kernel.push_back(Seconds(timing.kernel()));
+          streamed.server.push_back(Seconds(timing.total()) - streamed.kernel.back());
+          streamed.overhead.push_back(streamed.call.back() - streamed.kernel.back());
+          return true;
+        });
+    stream->WritesDone();
+    stream->Finish();
+    const double again_p50 = Quantile(bare_again.call, 0.5);
+    Print(stdout, streamed, again_p50, /*csv=*/false);
+    if (csv != nullptr) Print(csv, streamed, again_p50, /*csv=*/true);
+  }
+  if (csv != nullptr) std::fclose(csv);
+  return 0;
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("What a unary Execute costs over a bare gRPC echo of the same bytes, on Unix sockets.");
+  app.add_option("--m", flags.m, "Rows of W")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--k", flags.k, "Columns of W")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--tokens", flags.tokens, "Batch widths N")->delimiter(',')->check(CLI::Range(1, 65536));
+  app.add_option("--sparsity", flags.sparsity, "Share of zeros")->check(CLI::Range(0.0, 1.0));
+  app.add_option("--iterations", flags.iterations, "Calls of each row, at most")->check(CLI::Range(10, 1000000));
+  app.add_option("--seconds", flags.seconds, "Time of each pair of rows, at most")->check(CLI::Range(0.1, 3600.0));
+  app.add_option("--csv", flags.csv, "Also write the rows here");
+  CLI11_PARSE(app, argc, argv);
+
+  std::string directory = "/tmp/spmmd_rpc_bench_XXXXXX";
+  if (mkdtemp(directory.data()) == nullptr) return 1;
+  const std::string spmmd_address = absl::StrCat("unix:", directory, "/spmmd");
+  const std::string echo_address = absl::StrCat("unix:", directory, "/echo");
+  // Before anything of gRPC runs: it does not survive a fork.
+  const pid_t server = fork();
+  if (server == 0) RunServers(spmmd_address, echo_address);
+  const int result = RunClient(flags, spmmd_address, echo_address);
+  kill(server, SIGKILL);
+  waitpid(server, nullptr, 0);
+  for (const char* name : {"/spmmd", "/echo"}) unlink(absl::StrCat(directory, name).c_str());
+  rmdir(directory.c_str());
+  std::fflush(stdout);
+  std::_Exit(result);  // gRPC's own exit can take ten seconds
+}
+
+}  // namespace
+}  // namespace spmmd::server
+
+int main(int argc, char** argv) { return spmmd::server::Main(argc, argv); }
