@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -33,8 +33,16 @@ class LocalServer:
     devices = ""
     exit_code: int | None = None
 
-    def __init__(self, binary: Path, flags: Sequence[str] = (), *, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        binary: Path,
+        flags: Sequence[str] = (),
+        *,
+        listen: str = "127.0.0.1:0",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._command = [str(binary), f"--listen={listen}", "--metrics-listen=127.0.0.1:0", *flags]
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
         self._log: IO[Any] | None = None
 
@@ -58,7 +66,7 @@ class LocalServer:
         """Starts the process and waits for its ready line; RuntimeError with its log when it does not come."""
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=dict(os.environ)
+            self._command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=self._environment
         )
         deadline = time.monotonic() + timeout
         assert self._process.stdout is not None

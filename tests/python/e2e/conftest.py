@@ -42,6 +42,7 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "cut.npy").write_bytes((root / "sub" / "w.npy").read_bytes()[:-5])
     (root / "huge.safetensors").write_bytes((2**63 - 1).to_bytes(8, "little") + b"{}")
     (root / "empty.safetensors").write_bytes(b"")
+    (root / "notes.txt").write_text("no weights in here")
     outside = tmp_path_factory.mktemp("outside") / "secret.npy"
     np.save(outside, np.ones((2, 2), np.float32))
     (root / "link.npy").symlink_to(outside)

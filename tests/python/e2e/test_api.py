@@ -196,7 +196,7 @@ def test_known_content_is_not_asked_for_again(client: spmmd.Client, rng: np.rand
     assert events[0].content_needed
     assert events[0].content_bytes == weight.nbytes
     events.clear()
-    second = client.register("second", weight, format="dense", progress=events.append)
+    second = client.register("second", weight, progress=events.append)
     assert not events[0].content_needed
     assert first.content_xxh3 == second.content_xxh3 != ""
     x = activations(rng, 2, 700)

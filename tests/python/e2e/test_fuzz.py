@@ -110,7 +110,7 @@ def anything(seeds: list[bytes]) -> st.SearchStrategy[bytes]:
 
 
 FUZZ = settings(
-    max_examples=60,
+    max_examples=200,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -210,7 +210,7 @@ def test_register_layer(channel: Any, client: spmmd.Client) -> None:
         return messages
 
     @seed(20260103)
-    @settings(FUZZ, max_examples=150)
+    @settings(FUZZ, max_examples=400)
     @given(uploads())
     def fuzz(messages: list[bytes]) -> None:
         answer(call(iter(messages), timeout=DEADLINE), b"|".join(messages))
