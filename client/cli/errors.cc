@@ -13,6 +13,13 @@ std::string HintFor(const absl::Status& status, const std::string& server) {
   if (reason == "LAYER_NOT_FOUND") return "`spmmctl list` shows what is registered";
   if (reason == "NO_MODEL_REPOSITORY") return "start spmmd with --model-repository=DIR, or register a local file";
   if (reason == "DEVICE_MEMORY") return "unregister or unpin layers; `spmmctl status` shows each device's memory";
+  for (const auto& violation : client::FieldViolations(status)) {
+    if (absl::StartsWith(violation.field, "inputs[")) return "`spmmctl describe` shows the shape that the layer takes";
+  }
+  // gRPC's own refusal, made before the server sees the request.
+  if (absl::StrContains(status.message(), "message larger than max")) {
+    return "send fewer rows at once, or start spmmd with a larger --max-message-bytes";
+  }
   if (const auto delay = client::RetryDelay(status)) {
     return absl::StrCat("try again in ", FormatSeconds(absl::ToDoubleSeconds(*delay)));
   }

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdio>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -204,8 +205,11 @@ std::string LayerText(const v1::Layer& layer) {
   line("shape", absl::StrCat(Shape(layer.m(), layer.k()), " ", ToString(layer.dtype()),
                              layer.has_bias() ? ", bias" : ", no bias"));
   line("nonzeros", absl::StrCat(layer.nnz(), " (", FormatPercent(layer.sparsity()), " zeros)"));
-  line("format",
-       absl::StrCat(ToString(layer.format()), layer.format_reason().empty() ? "" : ": ", layer.format_reason()));
+  // The reason may or may not start with the format itself.
+  const std::string format = ToString(layer.format());
+  const bool repeats = absl::StartsWith(layer.format_reason(), format);
+  const absl::string_view separator = repeats || layer.format_reason().empty() ? "" : ": ";
+  line("format", absl::StrCat(repeats ? "" : format, separator, layer.format_reason()));
   line("bytes",
        absl::StrCat(FormatBytes(layer.bytes()), " (",
                     FormatPercent(Ratio(static_cast<double>(layer.bytes()), static_cast<double>(layer.dense_bytes()))),

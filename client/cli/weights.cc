@@ -37,21 +37,19 @@ absl::StatusOr<DType> FromProto(v1::DataType dtype) {
   }
 }
 
-// The file's only matrix; an error that lists its matrices when there are none or several.
-absl::StatusOr<std::string> OnlyMatrix(const std::string& path, SafetensorsCheckpoint& checkpoint) {
+// "a, b, c, ..." of the file's matrices.
+absl::StatusOr<std::vector<std::string>> SomeMatrices(SafetensorsCheckpoint& checkpoint) {
   constexpr size_t kListed = 10;
   std::vector<std::string> matrices;
   for (const std::string& name : checkpoint.TensorNames()) {
+    if (matrices.size() == kListed) {
+      matrices.emplace_back("...");
+      break;
+    }
     SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor tensor, checkpoint.Find(name));
     if (tensor.shape.size() == 2) matrices.push_back(name);
-    if (matrices.size() > kListed) break;
   }
-  if (matrices.size() == 1) return matrices[0];
-  if (matrices.empty()) return absl::InvalidArgumentError(absl::StrCat(path, ": has no matrix"));
-  const bool more = matrices.size() > kListed;
-  if (more) matrices.pop_back();
-  return absl::InvalidArgumentError(absl::StrCat(path, ": has several matrices, name one as ", path,
-                                                 ":TENSOR: ", absl::StrJoin(matrices, ", "), more ? ", ..." : ""));
+  return matrices;
 }
 
 }  // namespace
@@ -59,11 +57,18 @@ absl::StatusOr<std::string> OnlyMatrix(const std::string& path, SafetensorsCheck
 absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file) {
   if (file.is_npy) return ReadNpy(file.path);
   SPMMD_ASSIGN_OR_RETURN(SafetensorsCheckpoint checkpoint, SafetensorsCheckpoint::Open(file.path));
-  std::string tensor = file.tensor;
-  if (tensor.empty()) {
-    SPMMD_ASSIGN_OR_RETURN(tensor, OnlyMatrix(file.path, checkpoint));
+  if (!file.tensor.empty() && checkpoint.Contains(file.tensor)) return checkpoint.ReadMatrix(file.tensor);
+  SPMMD_ASSIGN_OR_RETURN(const std::vector<std::string> matrices, SomeMatrices(checkpoint));
+  if (!file.tensor.empty()) {
+    return absl::NotFoundError(
+        absl::StrCat(file.path, ": no tensor '", file.tensor, "'; it has ", absl::StrJoin(matrices, ", ")));
   }
-  return checkpoint.ReadMatrix(tensor);
+  if (matrices.empty()) return absl::InvalidArgumentError(absl::StrCat(file.path, ": has no matrix"));
+  if (matrices.size() > 1) {
+    return absl::InvalidArgumentError(absl::StrCat(file.path, ": has several matrices, name one as ", file.path,
+                                                   ":TENSOR: ", absl::StrJoin(matrices, ", ")));
+  }
+  return checkpoint.ReadMatrix(matrices[0]);
 }
 
 absl::StatusOr<std::vector<float>> ReadBias(const std::string& bias, const FileAndTensor& weights, int64_t m) {

@@ -296,7 +296,7 @@ class Spmmctl(unittest.TestCase):
         )
         self.assert_close(self.multiply("up", self.x_file, "--ignore-bias")[2], product(self.x, self.w))
         self.fails(1, "several matrices.*up.weight", "register", "x", "--file", path)
-        self.fails(1, "down.weight", "register", "x", "--file", f"{path}:down.weight")
+        self.fails(1, "no tensor 'down.weight'; it has other, up.weight", "register", "x", "--file", f"{path}:down.weight")
         self.fails(1, "--bias.*48 elements", "register", "x", "--file", f"{path}:up.weight", "--bias", self.w_file)
 
     def test_sparse_activations(self):
@@ -335,8 +335,8 @@ class Spmmctl(unittest.TestCase):
             self.assertLessEqual(speed["seconds_p10"], speed["seconds_p90"])
             self.assertGreater(speed["dense_seconds_p50"], 0)
             self.assertTrue(speed["kernel"])
-        self.assertRegex(self.ctl("bench", "b", "--tokens", "1", "--skip-dense").out, r"TOKENS +FORMAT +KERNEL +P50")
         self.assertEqual(len(self.ctl("describe", "b", "--json").json["speeds"]), 2)
+        self.assertRegex(self.ctl("bench", "b", "--tokens", "1", "--skip-dense").out, r"TOKENS +FORMAT +KERNEL +P50")
 
     def test_pin_and_warm(self):
         self.ctl("register", "p", "--file", self.w_file, "--pin")
@@ -415,8 +415,7 @@ class Spmmctl(unittest.TestCase):
         self.ctl("register", "ok", "--file", self.w_file)
         narrow = write_npy(self.directory / "narrow.npy", [[1.0] * 10])
         refused = self.fails(1, "INVALID_ARGUMENT", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy")
-        self.assertRegex(refused.err, r"64")
-        self.assertRegex(refused.err, r"10")
+        self.assertRegex(refused.err, r"inputs\[0\].*10.*64.*\n.*spmmctl describe")
         for command in (["describe"], ["unregister"], ["pin"], ["unpin"], ["warm"], ["bench"]):
             self.fails(1, "NOT_FOUND.*\n.*spmmctl list", *command, "unknown")
         self.fails(1, "name", "register", "bad name", "--file", self.w_file)
@@ -425,7 +424,7 @@ class Spmmctl(unittest.TestCase):
         self.assertEqual(error["reason"], "LAYER_NOT_FOUND")
         self.assertIn("unknown", error["message"])
         field = json.loads(
-            self.fails(1, "", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy", "--json").err
+            self.fails(1, "INVALID_ARGUMENT", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy", "--json").err
         )["error"]["fields"]
         self.assertEqual(len(field), 1)
         self.assertTrue(field[0]["field"])
