@@ -93,6 +93,7 @@ struct Kernel {
   uint64_t (*scratch_bytes)(const spmmd_cuda_layer& layer, const Call& call);
   // Asynchronous on `stream`; the workspace is there and large enough; n >= 1.
   Status (*launch)(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream);
+  bool skips_columns = false;  // an SpMspV kernel: takes x_threshold and SPMMD_CUDA_FLAG_ACCUMULATE
 };
 
 // How a format gets onto a device.
@@ -103,6 +104,7 @@ struct FormatHooks {
 };
 
 extern const Kernel kSpmmSlab;
+extern const Kernel kSpmmTile;
 extern const Kernel kDenseCublasLt;
 
 Status ValidateBitmapGpu(const LayerDesc& desc);

@@ -5,6 +5,7 @@
 #include <iterator>
 #include <string>
 
+#include "kernels/cuda/column_piece_spmspv.h"
 #include "kernels/cuda/row_stream_spmv.h"
 
 namespace spmmd::cuda {
@@ -14,13 +15,17 @@ namespace {
 const Kernel* const kKernels[] = {
     &kDenseCublasLt,
     &kSpmmSlab,
+    &kSpmmTile,
     &kRowStreamSpmv,
+    &kColumnPieceSpmspv,
+    &kColumnPieceSpmspvIndexed,
 };
 
 const FormatHooks kFormats[] = {
     {kFormatDense, ValidateDense},
     {kFormatBitmapGpu, ValidateBitmapGpu},
     {kFormatRowStream, ValidateRowStream},
+    {kFormatColumnPiece, ValidateColumnPiece},
 };
 
 bool IsDtype(int32_t dtype) { return dtype >= kF16 && dtype <= kF32; }
@@ -43,6 +48,7 @@ const FormatHooks* FindFormat(int32_t format) {
 
 Status CheckCall(const spmmd_cuda_layer& layer, const Call& call) {
   const bool sparse = call.x_indices != nullptr;
+  if (!(call.x_threshold >= 0)) return InvalidArgument("x_threshold: negative or NaN");
   if (call.n < 0 || call.n > kMaxTokens) {
     return InvalidArgument("n: " + std::to_string(call.n) + " is outside [0, " + std::to_string(kMaxTokens) + "]");
   }
@@ -77,6 +83,9 @@ Status CheckKernel(const spmmd_cuda_layer& layer, const Kernel& kernel, const Ca
   if (kernel.format != layer.format) {
     return Unimplemented(std::string("kernel ") + kernel.name + " reads format " + std::to_string(kernel.format) +
                          ", the layer's is " + std::to_string(layer.format));
+  }
+  if (!kernel.skips_columns && (call.x_threshold > 0 || (call.flags & SPMMD_CUDA_FLAG_ACCUMULATE) != 0)) {
+    return Unimplemented(std::string("kernel ") + kernel.name + " takes neither x_threshold nor ACCUMULATE");
   }
   const bool sparse = call.x_indices != nullptr;
   if (kernel.sparse_input != sparse) {

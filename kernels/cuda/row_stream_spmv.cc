@@ -76,11 +76,11 @@ Status AllowSharedBytes(const void* kernel, int device, uint64_t bytes) {
   return {};
 }
 
-// Measured on one H200: with many tiles a multiprocessor more warps pay, with few more bytes in flight a warp.
-RowStreamVariant Choose(RowStreamVariant variant, int64_t tiles, int warps, int multiprocessors) {
-  if (variant != RowStreamVariant::kAuto) return variant;
-  return tiles * warps > int64_t{multiprocessors} * 40 ? RowStreamVariant::kDepth2Occupancy3
-                                                       : RowStreamVariant::kDepth3Occupancy2;
+// Measured on one H200: the deeper prefetch wins wherever its 64 registers let all tiles of a multiprocessor run at
+// once.
+int Choose(int variant, int64_t tiles, int warps, int multiprocessors) {
+  if (variant != kRowStreamAuto) return variant;
+  return CeilDiv(tiles, multiprocessors) * warps <= 32 ? 1 : 0;
 }
 
 uint8_t* OffsetRow(void* y, int64_t row, int64_t stride, int32_t dtype) {
@@ -103,13 +103,13 @@ Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stre
   const spmmd_cuda_layer* layers[] = {&layer};
   const int variant = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u) - 1;
   if (variant >= kRowStreamVariants) return InvalidArgument("flags: no such variant of row_stream_spmv");
-  return LaunchRowStreamGroup(layers, &call, 1, static_cast<RowStreamVariant>(variant), stream);
+  return LaunchRowStreamGroup(layers, &call, 1, variant, stream);
 }
 
 }  // namespace
 
-Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count,
-                            RowStreamVariant variant, cudaStream_t stream) {
+Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count, int variant,
+                            cudaStream_t stream) {
   if (count < 1 || count > kMaxGroup) {
     return InvalidArgument("count: " + std::to_string(count) + " layers, at most " + std::to_string(kMaxGroup));
   }
@@ -148,6 +148,7 @@ Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* c
     out.pieces = own_shape.pieces;
     out.uniform_blocks = static_cast<int32_t>(own_shape.uniform_blocks);
     out.first_tile = static_cast<uint32_t>(tiles);
+    out.row_reciprocal = static_cast<uint32_t>(((1 << kReciprocalBits) + out.rows_per_tile - 1) / out.rows_per_tile);
     rows = std::max(rows, own_shape.rows_per_tile);
     staged_columns = std::max(staged_columns, StagedColumns(own_shape));
     tiles += own_shape.row_tiles;
@@ -175,7 +176,9 @@ Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* c
                                     shape.run_bits,
                                     tokens,
                                     wide_x,
-                                    shape.segments > 1,
+                                    shape.segments > 1 ? RowStreamMode::kSegmented
+                                    : count > 1        ? RowStreamMode::kGrouped
+                                                       : RowStreamMode::kSingle,
                                     Choose(variant, tiles, shape.warps, first.device->multiprocessors)};
     const void* kernel = FindKernel(key);
     if (kernel == nullptr) return Unimplemented("row_stream_spmv: no kernel for this layer");

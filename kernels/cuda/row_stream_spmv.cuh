@@ -210,10 +210,22 @@ __device__ __forceinline__ void Accumulate(const LaneWords& words, uint32_t& cur
   }
 }
 
+// Four bytes from device to shared memory, without a register in between.
+__device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void WaitCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ float LoadActivation(const void* x, int32_t dtype, int64_t at) {
   if (dtype == kF32) return __ldg(static_cast<const float*>(x) + at);
   if (dtype == kF16) return __half2float(__ldg(static_cast<const __half*>(x) + at));
   return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(x) + at));
+}
+
+// v * 2^e for e in [-252, 252], in two steps because 2^e itself may not be a float.
+__device__ __forceinline__ float ScaleByPowerOfTwo(float v, int e) {
+  const int half = e >> 1;
+  return v * __int_as_float((half + 127) << 23) * __int_as_float((e - half + 127) << 23);
 }
 
 inline constexpr float kStagedScale = 0x1p64f;
@@ -301,7 +313,7 @@ struct SharedLayout {
   int out_row;  // int [row]: row of W, or -1
   int bias;     // float [row]
   int staged;   // activations
-  int escapes;  // uint32 [warp][round][lane]
+  int escapes;  // uint32 [round][thread]
   int total;
 
   __host__ __device__ SharedLayout(int threads, int rows, int tokens, int column_bytes, int staged_columns, bool coded)
@@ -313,20 +325,24 @@ struct SharedLayout {
         total(escapes + (coded ? threads * kEscapeRounds * 4 : 0)) {}
 };
 
-// kSegmented: K exceeds one segment. A kernel of its own, because the loop over segments costs registers.
-template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX, bool kSegmented, int kDepth,
-          int kOccupancy>
+// kCompact trades the last percent of the steady state for code: one copy of the decode a block in flight, instead of a
+// second and third for the tail. A kernel of a few microseconds runs its instructions cold, so it wins at small shapes.
+template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX, RowStreamMode kMode, int kDepth,
+          int kOccupancy, bool kCompact>
 __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const __grid_constant__ RowStreamArgs args) {
   using T = Traits<kCoding, kBf16, kRunBits, kTokens, kWideX>;
   extern __shared__ __align__(16) uint8_t shared[];
   const int threads = static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % kWarpLanes;
-  const int warp = thread / kWarpLanes;
-  const int warps = threads / kWarpLanes;
+  const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
+  const int warp = static_cast<int>(threadIdx.x / kWarpLanes);
+  const int warps = static_cast<int>(blockDim.x / kWarpLanes);
 
+  constexpr bool kSegmented = kMode == RowStreamMode::kSegmented;
   int g = 0;
-  while (g + 1 < args.layers && blockIdx.x >= args.layer[g + 1].first_tile) ++g;
+  if constexpr (kMode != RowStreamMode::kSingle) {
+    while (g + 1 < args.layers && blockIdx.x >= args.layer[g + 1].first_tile) ++g;
+  }
   const RowStreamLayerArgs& layer = args.layer[g];
   const uint32_t row_tile = blockIdx.x - layer.first_tile;
   const int rows = layer.rows_per_tile;
@@ -339,91 +355,116 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
 #pragma unroll 1
   for (int segment = 0; segment < segments; ++segment) {
     const int64_t tile = static_cast<int64_t>(row_tile) * segments + segment;
-    const int blocks =
-        layer.uniform_blocks != 0 ? layer.uniform_blocks : static_cast<int>(__ldg(&layer.tiles[tile].blocks));
-    const int64_t first_block =
-        layer.uniform_blocks != 0 ? tile * warps * blocks : int64_t{__ldg(&layer.tiles[tile].first_block)};
-    const uint8_t* block = layer.stream + (first_block + static_cast<int64_t>(warp) * blocks) * T::kBlockBytes;
+    const bool uniform = layer.uniform_blocks != 0;
+    const int blocks = uniform ? layer.uniform_blocks : static_cast<int>(__ldg(&layer.tiles[tile].blocks));
+    // A layer has fewer than 2^32 blocks.
+    const uint32_t first_block = uniform ? static_cast<uint32_t>(tile) * static_cast<uint32_t>(warps * blocks)
+                                         : __ldg(&layer.tiles[tile].first_block);
+    const uint8_t* block =
+        layer.stream + static_cast<uint64_t>(first_block + static_cast<uint32_t>(warp * blocks)) * T::kBlockBytes;
     LaneWords words[kDepth];
 #pragma unroll
     for (int j = 0; j < kDepth; ++j) {
       if (j < blocks) words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
     }
+    // Everything else the tile needs from device memory is asked for here and used behind the staging of x: one
+    // latency.
     const uint32_t start = __ldg(layer.starts + tile * threads + thread);
     int base = 0;
-    int escape_rounds = 0;
-    uint32_t first_escape_unit = 0;
+    uint2 escapes = {0, 0};  // TileHeader::first_escape_unit, escape_units
     if constexpr (T::kCoded) {
-      base = __ldg(layer.bases + tile * rows + thread % rows);
-      first_escape_unit = __ldg(&layer.tiles[tile].first_escape_unit);
-      escape_rounds = (static_cast<int>(__ldg(&layer.tiles[tile].escape_units)) - warp + warps - 1) / warps;
+      const uint32_t piece = static_cast<uint32_t>(thread) * layer.row_reciprocal >> kReciprocalBits;
+      base = __ldg(layer.bases + tile * rows + (static_cast<uint32_t>(thread) - piece * static_cast<uint32_t>(rows)));
+      escapes = __ldg(reinterpret_cast<const uint2*>(&layer.tiles[tile].first_escape_unit));
+    }
+    int out_row = -1;
+    if (segment == 0 && thread < rows) {
+      const uint32_t position = row_tile * static_cast<uint32_t>(rows) + static_cast<uint32_t>(thread);
+      if (position < static_cast<uint32_t>(layer.m)) {
+        out_row = layer.row_order != nullptr ? static_cast<int>(__ldg(layer.row_order + position))
+                                             : static_cast<int>(position);
+      }
     }
 
     if (segment == 0) {
-      // What the epilogue needs, so that it does not wait for device memory.
-      if (thread < rows) {
-        const uint32_t position = row_tile * static_cast<uint32_t>(rows) + static_cast<uint32_t>(thread);
-        int row = position < static_cast<uint32_t>(layer.m) ? static_cast<int>(position) : -1;
-        if (layer.row_order != nullptr && row >= 0) row = static_cast<int>(__ldg(layer.row_order + position));
-        reinterpret_cast<int*>(shared + at.out_row)[thread] = row;
-        reinterpret_cast<float*>(shared + at.bias)[thread] =
-            layer.bias != nullptr && row >= 0 ? __ldg(layer.bias + row) : 0.f;
-      }
       WaitForPrerequisites();
     } else {
       __syncthreads();  // every warp is done with the last segment's activations
     }
     const int first = kSegmented ? segment * args.segment_columns : 0;
     const int columns = kSegmented ? min(args.segment_columns, args.k - first) : args.k;
+    bool too_large = StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, T::kCoded);
+    if (segment == 0 && thread < rows) {
+      reinterpret_cast<int*>(shared + at.out_row)[thread] = out_row;
+      float* const bias = reinterpret_cast<float*>(shared + at.bias) + thread;
+      if (layer.bias != nullptr && out_row >= 0) {
+        CopyAsync4(SharedAddress(bias), layer.bias + out_row);
+      } else {
+        *bias = 0.f;
+      }
+    }
     if constexpr (T::kCoded) {
+      const uint32_t slot = SharedAddress(shared + at.escapes) + static_cast<uint32_t>(thread * 4);
+      const uint32_t* entries = layer.escapes + static_cast<int64_t>(escapes.x) * kWarpLanes + thread;
+#pragma unroll 1
+      for (int round = 0; round < kEscapeRounds; ++round) {
+        if (static_cast<uint32_t>(round * warps + warp) >= escapes.y) break;
+        CopyAsync4(slot + static_cast<uint32_t>(round * threads * 4), entries + round * threads);
+      }
       int exponent = kStagedExponent;
-      if (__syncthreads_or(StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, true))) {
+      if (__syncthreads_or(too_large)) {
         exponent = 0;
         StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, false);
         __syncthreads();
       }
       reinterpret_cast<int*>(partial)[thread] = base << 8 | exponent;
-      const uint32_t* escapes = layer.escapes + (static_cast<int64_t>(first_escape_unit) + warp) * kWarpLanes + lane;
-      const uint32_t slot =
-          SharedAddress(shared + at.escapes) + static_cast<uint32_t>((warp * kEscapeRounds * kWarpLanes + lane) * 4);
-      const int prefetched = min(escape_rounds, kEscapeRounds);
-      for (int i = 0; i < prefetched; ++i) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(slot + i * kWarpLanes * 4),
-                     "l"(escapes + static_cast<int64_t>(i) * warps * kWarpLanes)
-                     : "memory");
-      }
     } else {
-      StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, false);
+      (void)too_large;
       __syncthreads();
     }
 
     uint32_t cursor = x_base + start * T::kColumnBytes;
     float sum[2][kTokens] = {};
-    int left = blocks - 2 * kDepth;
     block += kDepth * T::kBlockBytes;
-    // Whole rounds carry no predicates: use block j, refill it.
+    if constexpr (kCompact) {
 #pragma unroll 1
-    for (; left >= 0; left -= kDepth) {
+      for (int i = 0; i < blocks; i += kDepth) {
+#pragma unroll
+        for (int j = 0; j < kDepth; ++j) {
+          if (j == 0 || i + j < blocks) {
+            Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
+            if (i + j + kDepth < blocks) words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+          }
+        }
+        block += kDepth * T::kBlockBytes;
+      }
+    } else {
+      int left = blocks - 2 * kDepth;
+      // Whole rounds carry no predicates: use block j, refill it.
+#pragma unroll 1
+      for (; left >= 0; left -= kDepth) {
+#pragma unroll
+        for (int j = 0; j < kDepth; ++j) {
+          Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
+          words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+        }
+        block += kDepth * T::kBlockBytes;
+      }
+      left += 2 * kDepth;  // blocks not yet used, the first kDepth of them loaded
 #pragma unroll
       for (int j = 0; j < kDepth; ++j) {
-        Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
-        words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+        if (j < left) {
+          Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
+          if (kDepth + j < left) words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+        }
       }
-      block += kDepth * T::kBlockBytes;
-    }
-    left += 2 * kDepth;  // blocks not yet used, the first kDepth of them loaded
 #pragma unroll
-    for (int j = 0; j < kDepth; ++j) {
-      if (j < left) {
-        Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
-        if (kDepth + j < left) words[j] = LoadBlock<kCoding, kRunBits>(block + j * T::kBlockBytes, lane);
+      for (int j = 0; j < kDepth - 1; ++j) {
+        if (kDepth + j < left) Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
       }
-    }
-#pragma unroll
-    for (int j = 0; j < kDepth - 1; ++j) {
-      if (kDepth + j < left) Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
     }
     if (segment + 1 == segments) TriggerDependents();
+    WaitCopies();
 
     if constexpr (T::kCoded) {
       const int packed = reinterpret_cast<const int*>(partial)[thread];
@@ -437,32 +478,28 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
 #pragma unroll
         for (int n = 0; n < kTokens; ++n) escaped[n] = fmaf(w, x[n] * unscale, escaped[n]);
       };
-      const uint32_t slot =
-          SharedAddress(shared + at.escapes) + static_cast<uint32_t>((warp * kEscapeRounds * kWarpLanes + lane) * 4);
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      const uint32_t slot = SharedAddress(shared + at.escapes) + static_cast<uint32_t>(thread * 4);
 #pragma unroll 1
-      for (int i = 0; i < min(escape_rounds, kEscapeRounds); ++i) {
-        apply(LoadShared32(slot + static_cast<uint32_t>(i * kWarpLanes * 4)));
+      for (int round = 0; round < kEscapeRounds; ++round) {
+        if (static_cast<uint32_t>(round * warps + warp) >= escapes.y) break;
+        apply(LoadShared32(slot + static_cast<uint32_t>(round * threads * 4)));
       }
-      if (escape_rounds > kEscapeRounds) {
-        const uint32_t* escapes =
-            layer.escapes + (static_cast<int64_t>(__ldg(&layer.tiles[tile].first_escape_unit)) + warp) * kWarpLanes +
-            lane;
+      const uint32_t* entries = layer.escapes + static_cast<int64_t>(escapes.x) * kWarpLanes + thread;
 #pragma unroll 1
-        for (int i = kEscapeRounds; i < escape_rounds; i += 4) {
-          uint32_t entry[4];
+      for (int round = kEscapeRounds; static_cast<uint32_t>(round * warps + warp) < escapes.y; round += 4) {
+        uint32_t entry[4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            entry[j] = i + j < escape_rounds ? __ldg(escapes + static_cast<int64_t>(i + j) * warps * kWarpLanes) : 0u;
-          }
-#pragma unroll
-          for (int j = 0; j < 4; ++j) apply(entry[j]);
+        for (int j = 0; j < 4; ++j) {
+          const bool in = static_cast<uint32_t>((round + j) * warps + warp) < escapes.y;
+          entry[j] = in ? __ldg(entries + static_cast<int64_t>(round + j) * threads) : 0u;
         }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) apply(entry[j]);
       }
 #pragma unroll
       for (int n = 0; n < kTokens; ++n) {
         const float row_sum = kTokens == 1 ? sum[0][n] + sum[1][n] : sum[0][n];
-        total[n] += ldexpf(row_sum, (packed >> 8) - exponent) + escaped[n];
+        total[n] += ScaleByPowerOfTwo(row_sum, (packed >> 8) - exponent) + escaped[n];
       }
     } else {
 #pragma unroll
@@ -490,20 +527,23 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
 
 template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX>
 const void* PickVariant(const RowStreamKernelKey& key) {
-  const RowStreamVariant variant = key.variant;
-  if (key.segmented) {
-    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, true, 2, 2>);
+  constexpr auto kSingle = RowStreamMode::kSingle;
+  if (key.mode == RowStreamMode::kSegmented) {
+    return reinterpret_cast<const void*>(
+        &RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, RowStreamMode::kSegmented, 2, 2, true>);
+  }
+  if (key.mode == RowStreamMode::kGrouped) {
+    return reinterpret_cast<const void*>(
+        &RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, RowStreamMode::kGrouped, 2, 2, true>);
   }
   if constexpr (kTokens == 1 && !kWideX) {
-    if (variant == RowStreamVariant::kDepth3Occupancy2) {
-      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, false, 3, 2>);
+    if (key.variant == 0) {
+      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, kSingle, 2, 3, false>);
     }
-    if (variant == RowStreamVariant::kDepth4Occupancy2) {
-      return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, false, 4, 2>);
-    }
-    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, false, 2, 3>);
+    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, 1, false, kSingle, 3, 2, true>);
   } else {
-    return reinterpret_cast<const void*>(&RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, false, 2, 2>);
+    return reinterpret_cast<const void*>(
+        &RowStreamSpmv<kCoding, kBf16, kRunBits, kTokens, kWideX, kSingle, 2, 2, true>);
   }
 }
 

@@ -16,6 +16,10 @@ inline constexpr int kMaxGroup = 4;
 // Tokens of one launch; more take several.
 inline constexpr int kMaxSpmvTokens = 3;
 
+// thread / rows_per_tile == thread * row_reciprocal >> kReciprocalBits, exact because neither exceeds 512.
+inline constexpr int kReciprocalBits = 18;
+static_assert(row_stream::kMaxRowsPerTile * row_stream::kWarpLanes * row_stream::kMaxWarps <= 1 << kReciprocalBits);
+
 struct RowStreamLayerArgs {
   const uint8_t* stream;
   const uint16_t* starts;
@@ -32,12 +36,11 @@ struct RowStreamLayerArgs {
   int32_t rows_per_tile;
   int32_t pieces;
   int32_t uniform_blocks;
-  uint32_t first_tile;  // of this layer within the grid
+  uint32_t first_tile;      // of this layer within the grid
+  uint32_t row_reciprocal;  // ceil(2^kReciprocalBits / rows_per_tile)
 };
 
 struct RowStreamArgs {
-  RowStreamLayerArgs layer[kMaxGroup];
-  int32_t layers;
   const void* x;
   int64_t x_stride;
   int32_t x_dtype;
@@ -45,17 +48,18 @@ struct RowStreamArgs {
   int32_t segment_columns;
   int32_t segments;
   int32_t staged_columns;  // columns of shared memory, padding included: a multiple of 8
+  int32_t layers;
+  RowStreamLayerArgs layer[kMaxGroup];
 };
 
-// How many blocks of the stream a warp keeps in flight, and how many thread blocks of 512 threads must fit a
-// multiprocessor (which caps registers). Which is best depends on the shape; kAuto decides.
-enum class RowStreamVariant : int8_t {
-  kAuto = -1,
-  kDepth2Occupancy3 = 0,
-  kDepth3Occupancy2 = 1,
-  kDepth4Occupancy2 = 2
-};
-inline constexpr int kRowStreamVariants = 3;
+// kSingle: one layer, K in one segment. The loops over layers or segments cost registers and cold instructions, so each
+// is a kernel of its own.
+enum class RowStreamMode : uint8_t { kSingle, kGrouped, kSegmented };
+
+// Variant 0 prefetches two blocks of the stream in 40 registers (48 warps a multiprocessor), variant 1 three in 64 (32
+// warps); one token of the weights' own type only.
+inline constexpr int kRowStreamAuto = -1;
+inline constexpr int kRowStreamVariants = 2;
 
 // What selects a kernel.
 struct RowStreamKernelKey {
@@ -64,8 +68,8 @@ struct RowStreamKernelKey {
   int run_bits;
   int tokens;   // 1..kMaxSpmvTokens
   bool wide_x;  // activations staged as fp32: fp32 ones, and 16-bit ones of another type than the weights
-  bool segmented;
-  RowStreamVariant variant;
+  RowStreamMode mode;
+  int variant;
 };
 
 // One translation unit a value coding. Null for a key of another coding.
@@ -77,8 +81,8 @@ const void* RowStreamKernelCode3(const RowStreamKernelKey& key);
 // One launch for up to kMaxGroup layers with equal K, dtype, coding, run bits, warps and segment width that read the
 // same x: `calls[i]` belongs to `layers[i]` and differs only in y, y_stride, bias and activation. INVALID_ARGUMENT
 // naming the field otherwise.
-Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count,
-                            RowStreamVariant variant, cudaStream_t stream);
+Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count, int variant,
+                            cudaStream_t stream);
 
 Status ValidateRowStream(const LayerDesc& desc);
 

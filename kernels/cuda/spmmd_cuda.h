@@ -174,6 +174,10 @@ SPMMD_CUDA_API void spmmd_cuda_layer_free(spmmd_cuda_layer* layer);
 /* Launched with programmatic dependent launch: the prologue and the first weight loads may overlap the end of the
  * kernel before it in the stream. Correct in any stream; pays in chains of matmuls. */
 #define SPMMD_CUDA_FLAG_CHAIN 1u
+/* y += W * x instead of y = ...: fp32 y, no bias, no activation. SpMspV kernels only. */
+#define SPMMD_CUDA_FLAG_ACCUMULATE 2u
+/* The same result every time, bit for bit, where a kernel's default is not (SpMspV with ACCUMULATE). */
+#define SPMMD_CUDA_FLAG_DETERMINISTIC 4u
 /* Benchmarks only: bits 8..11 hold 1 + the number of a kernel's internal variant; 0 leaves the choice to the kernel. */
 #define SPMMD_CUDA_FLAG_VARIANT_SHIFT 8
 
@@ -197,6 +201,8 @@ typedef struct {
   /* From spmmd_cuda_workspace_bytes; 256-byte aligned; prepared once with spmmd_cuda_workspace_init. */
   void* workspace;
   uint64_t workspace_bytes;
+  /* Dense x with an SpMspV kernel: activations with |x| <= x_threshold count as zero. 0 elsewhere. */
+  float x_threshold;
 } spmmd_cuda_matmul;
 
 /* Let dispatch choose. */

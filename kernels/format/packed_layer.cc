@@ -9,6 +9,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/bitmap.h"
+#include "kernels/format/column_piece.h"
 #include "kernels/format/bitmap_gpu.h"
 #include "kernels/format/coo.h"
 #include "kernels/format/csr.h"
@@ -154,6 +155,8 @@ absl::StatusOr<PackedLayer> Pack(Format format, const DenseView& w, const PackOp
       return csr::Pack(w, options);
     case Format::kRowStream:
       return row_stream::Pack(w, options);
+    case Format::kColumnPiece:
+      return column_piece::Pack(w, options);
     default:
       break;
   }
@@ -189,6 +192,9 @@ absl::StatusOr<DenseMatrix> Unpack(const PackedLayer& layer) {
       break;
     case Format::kRowStream:
       status = row_stream::Unpack(layer, out.mutable_view());
+      break;
+    case Format::kColumnPiece:
+      status = column_piece::Unpack(layer, out.mutable_view());
       break;
     default:
       status = Unknown(layer.format);
@@ -232,6 +238,8 @@ absl::Status Validate(const PackedLayer& layer) {
       return csr::Validate(layer);
     case Format::kRowStream:
       return row_stream::Validate(layer);
+    case Format::kColumnPiece:
+      return column_piece::Validate(layer);
     default:
       break;
   }

@@ -232,19 +232,23 @@ class Packer {
   double Cost(const Plan& plan, const std::vector<uint32_t>& lengths, double stored_bytes) const {
     const double tiles = static_cast<double>(CeilDiv(static_cast<int64_t>(lengths.size()), plan.rows_per_tile));
     const double per_sm = tiles / tuning_.multiprocessors;
-    const double resident = std::max(1, 48 / plan.warps);
-    // The last wave: multiprocessors with one tile more than the mean hold the others up, the less so the more tiles
-    // each has and the more of them run at once.
-    const double imbalance = std::ceil(per_sm) / per_sm - 1.0;
-    const double shared = std::clamp(resident / per_sm, 0.5, 1.0);
+    const double warps = std::ceil(per_sm) * plan.warps;  // a multiprocessor
+    // One wave of tiles beats everything else; a kernel with registers for 32 warps beats the one for 48.
+    double wave = 1.0;
+    if (warps > 48) {
+      const double waves = per_sm * plan.warps / 48;
+      wave = 1.10 + 0.3 * (std::ceil(waves) / waves - 1.0);
+    } else if (warps > 32) {
+      wave = 1.03;
+    }
+    // Multiprocessors with one tile more than the mean hold the others up.
+    const double imbalance = warps > 48 ? 0.0 : std::ceil(per_sm) / per_sm - 1.0;
     // Too few warps on a multiprocessor leave too few bytes in flight.
-    const double active = std::min(std::ceil(per_sm), resident) * plan.warps;
-    const double idle = std::max(0.0, 1.0 - active / 36.0);
+    const double idle = std::max(0.0, 1.0 - warps / 28.0);
     const double threads_lost =
         1.0 - static_cast<double>(plan.pieces() * plan.rows_per_tile) / (kWarpLanes * plan.warps);
-    const double staging = 0.5 * tiles * static_cast<double>(w_.cols) * 2.0;
-    return (stored_bytes + staging) * (1.0 + 0.35 * imbalance * shared) * (1.0 + 0.2 * threads_lost) *
-           (1.0 + 0.6 * idle);
+    const double staging = 0.3 * tiles * static_cast<double>(w_.cols) * 2.0;
+    return (stored_bytes + staging) * wave * (1.0 + 0.6 * imbalance) * (1.0 + 0.35 * idle) * (1.0 + 0.1 * threads_lost);
   }
 
   double StoredBytes(const Plan& plan, const std::vector<uint32_t>& lengths) const {
@@ -344,7 +348,7 @@ class Packer {
         if (tuning_.rows_per_tile <= kWarpLanes * warps) consider(warps, tuning_.rows_per_tile);
         continue;
       }
-      const int most = static_cast<int>(std::min<int64_t>({w_.rows, 32 * warps, 128}));
+      const int most = static_cast<int>(std::min<int64_t>({w_.rows, 32 * warps, 256}));
       for (int rows = std::min(most, huge ? 32 : 8); rows <= most; rows += huge ? 16 : 1) {
         if (w_.rows / rows > 4096 && rows < std::min(most, 32)) continue;
         consider(warps, rows);

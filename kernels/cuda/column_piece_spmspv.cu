@@ -1,0 +1,611 @@
+// SpMspV over column pieces, with accumulation in the tensor core's registers.
+//
+// A thread block of 8 warps owns one row block (512 rows) and one range of columns. It compacts the range's active
+// columns into a list in shared memory; a warp then takes four of them at a time and treats them as the K dimension of
+// an mma.m16n8k16: lane (g, t) of a group of four holds the elements of column t that stream g stores, two a register,
+// and B carries x on a diagonal pattern,
+//     B[2t][0] = B[2t+1][1] = B[2t+8][2] = B[2t+9][3] = x_t,
+// so that the eight elements a lane feeds into one instruction land in eight different sums: C accumulates in fp32
+// without a conversion, an FFMA or a shared-memory atomic. It is the register accumulation that the Celty paper
+// (section 4) asks of new hardware. Columns 4..7 of B carry what x lost when it was rounded to the weights' type, so
+// activations of any type cost nothing more.
+//
+// Expanding a compressed column: its values are staged as E[i] = (v[i-1], v[i]) in shared memory, one bank a lane, so
+// that the pair of elements (d, d+1) is E[number of nonzeros up to d] under the two elements' masks: one dp4a an
+// address, one byte permute a mask, no branch, no bank conflict; 12 instructions for 4 elements. Lanes load 16 bytes of
+// one stream, coalesced, one group of columns ahead, and hand them to the decoding lanes through the staging.
+//
+// Sums of the 8 warps meet in shared memory; those of a row block's column ranges either in fp32 reductions on y
+// (accumulate) or in slabs that the last block to finish adds up in order (overwrite: deterministic, nothing to clear).
+// Limiter: device memory at large shapes, with 5.5-6 instructions a dense element of an active column close behind;
+// fixed latency (list, two reductions) at small ones.
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "kernels/cuda/column_piece_spmspv.h"
+#include "kernels/cuda/epilogue.cuh"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/format/column_piece_layout.h"
+
+namespace spmmd::cuda {
+namespace {
+
+using column_piece::kBlockRows;
+using column_piece::kMaxChunks;
+using column_piece::kStreamRows;
+using column_piece::kStreams;
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kColumnsPerThread = 8;
+constexpr int kMaxSplitColumns = kThreads * kColumnsPerThread;
+constexpr int kColumnsAtOnce = 4;  // of a warp: the K dimension of the mma
+constexpr int kMmas = kStreamRows / 8;
+
+struct SpmspvArgs {
+  const uint8_t* pieces;
+  const uint32_t* descriptors;
+  const uint64_t* block_units;
+  // Dense activations, or ascending indices and fp32 values.
+  const void* x;
+  const uint32_t* x_indices;
+  const float* x_values;
+  int32_t x_nnz;
+  int32_t x_dtype;
+  float threshold;
+  int32_t m;
+  int32_t k;
+  int32_t splits;
+  int32_t split_columns;
+  bool accumulate;  // y += W x in fp32
+  bool slabs;       // meet through slabs and the last block, instead of reductions on y
+  float* slab;      // [block][split][512]
+  uint32_t* counters;
+  Epilogue epilogue;
+};
+
+__device__ __forceinline__ void StoreShared32(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Loads under a predicate, without the branch that nvcc would make of an `if`. The registers keep their value
+// otherwise.
+__device__ __forceinline__ void LoadPiece128(uint4& v, const uint8_t* p, bool predicate) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
+      " @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+}
+__device__ __forceinline__ void LoadPiece64(uint2& v, const uint8_t* p, bool predicate) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n @p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(v.x), "+r"(v.y)
+               : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+}
+
+// Byte permute whose selector may replicate signs (bit 3 of a nibble); __byte_perm masks that bit away.
+__device__ __forceinline__ uint32_t SignPermute(uint32_t v, uint32_t selector) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(out) : "r"(v), "r"(selector));
+  return out;
+}
+
+__device__ __forceinline__ void ReduceAdd4(float* to, float4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ float LoadActivation(const void* x, int32_t dtype, int at) {
+  if (dtype == kF32) return static_cast<const float*>(x)[at];
+  if (dtype == kF16) return __half2float(static_cast<const __half*>(x)[at]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
+}
+
+// x as the weights' type, and what that rounding lost in the same type, in the two halves of a word.
+template <bool kIsBf16>
+__device__ __forceinline__ uint32_t SplitActivation(float x) {
+  if constexpr (kIsBf16) {
+    const __nv_bfloat16 high = __float2bfloat16_rn(x);
+    const float rest = x - __bfloat162float(high);
+    const uint32_t low = isfinite(rest) ? __bfloat16_as_ushort(__float2bfloat16_rn(rest)) : 0u;
+    return __bfloat16_as_ushort(high) | low << 16;
+  } else {
+    const __half high = __float2half_rn(x);
+    const float rest = x - __half2float(high);
+    const uint32_t low = isfinite(rest) ? __half_as_ushort(__float2half_rn(rest)) : 0u;
+    return __half_as_ushort(high) | low << 16;
+  }
+}
+
+// First position in [0, n) of the ascending `indices` that is >= key, by all threads of the block together: one
+// device-memory latency for every factor of 256.
+__device__ int LowerBound(const uint32_t* indices, int n, uint32_t key) {
+  int low = 0;
+  int length = n;
+  while (length > 0) {
+    const int step = (length + kThreads - 1) / kThreads;
+    const int at = low + static_cast<int>(threadIdx.x) * step;
+    const bool less = at < low + length && __ldg(indices + at) < key;
+    const int count = __syncthreads_count(less ? 1 : 0);
+    if (count == 0) break;
+    const int end = low + length;
+    low += (count - 1) * step + 1;
+    length = min(step - 1, end - low);
+  }
+  return low;
+}
+
+struct Active {
+  uint32_t descriptor;
+  uint32_t x;  // SplitActivation
+};
+
+// The active columns of [first, last), in any order that is the same every time. Returns their number; `*exponent` is
+// what sums must be multiplied by as a power of two (fp16 weights cannot hold every activation).
+template <bool kIsBf16, bool kIndexed>
+__device__ int BuildList(const SpmspvArgs& args, const uint32_t* descriptors, int first, int last, Active* list,
+                         uint32_t* scratch, int* exponent) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread & 31;
+  const int warp = thread >> 5;
+  uint32_t descriptor[kColumnsPerThread];
+  float x[kColumnsPerThread];
+  if constexpr (kIndexed) {
+    WaitForPrerequisites();
+    const int begin = LowerBound(args.x_indices, args.x_nnz, static_cast<uint32_t>(first));
+    int end = LowerBound(args.x_indices, args.x_nnz, static_cast<uint32_t>(last));
+    end = min(end, begin + kMaxSplitColumns);  // holds for ascending indices; keeps others inside the list
+#pragma unroll
+    for (int s = 0; s < kColumnsPerThread; ++s) {
+      const int at = begin + s * kThreads + thread;
+      descriptor[s] = 0;
+      x[s] = 0.f;
+      if (at < end) {
+        const uint32_t column = __ldg(args.x_indices + at);
+        if (column < static_cast<uint32_t>(args.k)) {
+          descriptor[s] = __ldg(descriptors + column);
+          x[s] = __ldg(args.x_values + at);
+        }
+      }
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < kColumnsPerThread; ++s) {
+      const int column = first + s * kThreads + thread;
+      descriptor[s] = column < last ? __ldg(descriptors + column) : 0u;
+    }
+    WaitForPrerequisites();
+#pragma unroll
+    for (int s = 0; s < kColumnsPerThread; ++s) {
+      const int column = first + s * kThreads + thread;
+      x[s] = column < last ? LoadActivation(args.x, args.x_dtype, column) : 0.f;
+    }
+  }
+  // Counts of warp and step in scratch[s * kWarps + warp], the total behind them, the largest |x| behind that.
+  constexpr int kCounts = kColumnsPerThread * kWarps;
+  const bool scaled = !kIsBf16 && (kIndexed || args.x_dtype != kF16);
+  int position[kColumnsPerThread];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int s = 0; s < kColumnsPerThread; ++s) {
+    const bool active = column_piece::DescriptorChunks(descriptor[s]) != 0 && !(fabsf(x[s]) <= args.threshold);
+    const uint32_t ballot = __ballot_sync(~0u, active);
+    position[s] = active ? __popc(ballot & ((1u << lane) - 1)) : -1;
+    if (lane == 0) scratch[s * kWarps + warp] = static_cast<uint32_t>(__popc(ballot));
+    if (scaled && active) largest = max(largest, __float_as_uint(fabsf(x[s])));
+  }
+  if (scaled) {
+    largest = __reduce_max_sync(~0u, largest);
+    if (lane == 0) scratch[kCounts + 1 + warp] = largest;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t a = scratch[2 * lane];
+    const uint32_t b = scratch[2 * lane + 1];
+    uint32_t inclusive = a + b;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      const uint32_t other = __shfl_up_sync(~0u, inclusive, o);
+      if (lane >= o) inclusive += other;
+    }
+    scratch[2 * lane] = inclusive - a - b;
+    scratch[2 * lane + 1] = inclusive - b;
+    if (lane == 31) scratch[kCounts] = inclusive;
+  }
+  __syncthreads();
+  *exponent = 0;
+  if (scaled) {
+    largest = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) largest = max(largest, scratch[kCounts + 1 + w]);
+    const int top = static_cast<int>(largest >> 23);  // biased exponent; bring it to 2^14
+    if (top > 0 && top < 255) *exponent = top - 127 - 14;
+  }
+#pragma unroll
+  for (int s = 0; s < kColumnsPerThread; ++s) {
+    if (position[s] < 0) continue;
+    const float value = scaled ? ldexpf(x[s], -*exponent) : x[s];
+    list[scratch[s * kWarps + warp] + static_cast<uint32_t>(position[s])] = {descriptor[s],
+                                                                             SplitActivation<kIsBf16>(value)};
+  }
+  const int count = static_cast<int>(scratch[kCounts]);
+  __syncthreads();
+  return count;
+}
+
+// kPairs: 16-byte rows of a piece a lane may have to load, from the layer's longest piece.
+template <bool kIsBf16, int kPairs, bool kIndexed>
+__global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_constant__ SpmspvArgs args) {
+  constexpr int kStageWords = kPairs * 8 + 5;  // E[] of one lane
+  constexpr int kStageBytes = kStageWords * 128;
+  constexpr int kUnionBytes = kWarps * (kStageBytes > kBlockRows * 4 ? kStageBytes : kBlockRows * 4);
+  extern __shared__ __align__(16) uint8_t shared[];
+  __shared__ uint32_t scratch[kColumnsPerThread * kWarps + 1 + kWarps];
+  __shared__ bool is_last;
+  Active* const list = reinterpret_cast<Active*>(shared + kUnionBytes);
+
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  const int warp = static_cast<int>(threadIdx.x >> 5);
+  const int g = lane >> 2;  // decoding: stream
+  const int t = lane & 3;   //           column of the group
+  const int load_column = lane >> 3;
+  const int load_stream = lane & 7;
+  const int block = static_cast<int>(blockIdx.x) / args.splits;
+  const int split = static_cast<int>(blockIdx.x) % args.splits;
+  const int first = min(split * args.split_columns, args.k);
+  const int last = min(first + args.split_columns, args.k);
+  const uint8_t* const pieces = args.pieces + __ldg(args.block_units + block) * column_piece::kUnitBytes;
+
+  int exponent;
+  const int active = BuildList<kIsBf16, kIndexed>(args, args.descriptors + static_cast<int64_t>(block) * args.k, first,
+                                                  last, list, scratch, &exponent);
+
+  const uint32_t stage = SharedAddress(shared) + static_cast<uint32_t>(warp * kStageBytes);
+  const uint32_t read_base = stage + static_cast<uint32_t>(lane * 4);
+  const uint32_t write_base = stage + static_cast<uint32_t>((load_stream * 4 + load_column) * 4);
+  float sum[kMmas][4] = {};
+  uint4 pair[kPairs];  // the group being fetched
+  uint2 tail = {0, 0};
+  uint2 bits = {0, 0};
+  int pairs = 0;
+  uint32_t x = 0;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) pair[i] = make_uint4(0, 0, 0, 0);
+
+  const auto fetch = [&](int at) {
+    {
+      const int entry = at + load_column;
+      const uint32_t descriptor = entry < active ? list[entry].descriptor : 0u;
+      const int chunks = column_piece::DescriptorChunks(descriptor);
+      pairs = chunks >> 1;
+      const uint8_t* p = pieces +
+                         static_cast<uint64_t>(column_piece::DescriptorOffset(descriptor)) * column_piece::kUnitBytes +
+                         column_piece::kBitmapBytes;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) LoadPiece128(pair[i], p + i * 128 + load_stream * 16, i < pairs);
+      LoadPiece64(tail, p + pairs * 128 + load_stream * 8, (chunks & 1) != 0);
+    }
+    {
+      const int entry = at + t;
+      const Active column = entry < active ? list[entry] : Active{0, 0};
+      x = column.x;
+      bits = make_uint2(0, 0);
+      LoadPiece64(
+          bits,
+          pieces + static_cast<uint64_t>(column_piece::DescriptorOffset(column.descriptor)) * column_piece::kUnitBytes +
+              g * 8,
+          entry < active);
+    }
+  };
+
+  fetch(kColumnsAtOnce * warp);
+  for (int at = kColumnsAtOnce * warp; at < active; at += kColumnsAtOnce * kWarps) {
+    const uint2 now = bits;
+    // Rows n = 0..3 of B take x, 4..7 what its rounding lost.
+    const uint32_t half = g < 4 ? x & 0xffffu : x >> 16;
+    const uint32_t b0 = (g & 3) == 0 ? half : (g & 3) == 1 ? half << 16 : 0u;
+    const uint32_t b1 = (g & 3) == 2 ? half : (g & 3) == 3 ? half << 16 : 0u;
+    const int most = __reduce_max_sync(~0u, pairs);
+    uint32_t previous = 0;
+    uint32_t before_tail = 0;
+    __syncwarp();
+    constexpr int kUsual = kPairs > 3 ? kPairs - 3 : kPairs;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if (i < kUsual || most > i) {
+        const uint32_t to = write_base + static_cast<uint32_t>(i * 1024);
+        StoreShared32(to, __byte_perm(previous, pair[i].x, 0x5432));
+        StoreShared32(to + 128, pair[i].x);
+        StoreShared32(to + 256, __byte_perm(pair[i].x, pair[i].y, 0x5432));
+        StoreShared32(to + 384, pair[i].y);
+        StoreShared32(to + 512, __byte_perm(pair[i].y, pair[i].z, 0x5432));
+        StoreShared32(to + 640, pair[i].z);
+        StoreShared32(to + 768, __byte_perm(pair[i].z, pair[i].w, 0x5432));
+        StoreShared32(to + 896, pair[i].w);
+        previous = pair[i].w;
+        before_tail = i == pairs - 1 ? previous : before_tail;
+      }
+    }
+    {
+      const uint32_t to = write_base + static_cast<uint32_t>(pairs * 1024);
+      StoreShared32(to, __byte_perm(before_tail, tail.x, 0x5432));
+      StoreShared32(to + 128, tail.x);
+      StoreShared32(to + 256, __byte_perm(tail.x, tail.y, 0x5432));
+      StoreShared32(to + 384, tail.y);
+      StoreShared32(to + 512, tail.y >> 16);
+    }
+    __syncwarp();
+    fetch(at + kColumnsAtOnce * kWarps);
+    uint32_t cursor = read_base;
+#pragma unroll
+    for (int i = 0; i < kMmas; ++i) {
+      uint32_t a[4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int j = (2 * i + h) % 8;
+        const uint32_t word = i < 4 ? now.x : now.y;
+        const uint32_t signs = j == 7 ? word : word << (7 - j);
+        const uint32_t steps = signs & 0x80808080u;  // 128 bytes a nonzero
+        const uint32_t low = LoadShared32(__dp4a(steps, 0x00000001u, cursor));
+        const uint32_t high = LoadShared32(__dp4a(steps, 0x00010101u, cursor));
+        cursor = __dp4a(steps, 0x01010101u, cursor);
+        a[2 * h] = low & SignPermute(signs, 0x9988u);
+        a[2 * h + 1] = high & SignPermute(signs, 0xbbaau);
+      }
+      MmaM16N8K16<kIsBf16>(sum[i], a, b0, b1);
+    }
+  }
+
+  // What x lost, from lanes t = 2, 3 to t = 0, 1.
+  if (kIndexed || args.x_dtype != (kIsBf16 ? kBf16 : kF16)) {
+#pragma unroll
+    for (int i = 0; i < kMmas; ++i) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sum[i][c] += __shfl_down_sync(~0u, sum[i][c], 2);
+        if (exponent != 0) sum[i][c] = ldexpf(sum[i][c], exponent);
+      }
+    }
+  }
+  __syncthreads();  // the staging becomes the sums of the warps
+  float* const partial = reinterpret_cast<float*>(shared);
+  if (t < 2) {
+#pragma unroll
+    for (int i = 0; i < kMmas; ++i) {
+      float* to = partial + warp * kBlockRows + i * 64 + g * 4 + 2 * t;
+      *reinterpret_cast<float2*>(to) = make_float2(sum[i][0], sum[i][1]);
+      *reinterpret_cast<float2*>(to + 32) = make_float2(sum[i][2], sum[i][3]);
+    }
+  }
+  __syncthreads();
+  TriggerDependents();
+  const int quad = static_cast<int>(threadIdx.x) * 4;
+  float4 total = make_float4(0, 0, 0, 0);
+  if (quad < kBlockRows) {
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 part = *reinterpret_cast<const float4*>(partial + w * kBlockRows + quad);
+      total.x += part.x;
+      total.y += part.y;
+      total.z += part.z;
+      total.w += part.w;
+    }
+  }
+  const int row = block * kBlockRows + quad;
+  float* const y = static_cast<float*>(args.epilogue.y);
+  if (args.accumulate && !args.slabs) {
+    if (quad >= kBlockRows || row >= args.m) return;
+    if (row + 3 < args.m && (reinterpret_cast<uintptr_t>(y + row) & 15) == 0) {
+      ReduceAdd4(y + row, total);
+    } else {
+      const float values[4] = {total.x, total.y, total.z, total.w};
+      for (int i = 0; i < 4 && row + i < args.m; ++i) atomicAdd(y + row + i, values[i]);
+    }
+    return;
+  }
+  if (args.splits > 1) {
+    float* const slab = args.slab + (static_cast<int64_t>(block) * args.splits + split) * kBlockRows;
+    if (quad < kBlockRows) __stcg(reinterpret_cast<float4*>(slab + quad), total);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      is_last = atomicAdd(args.counters + block, 1u) == static_cast<uint32_t>(args.splits - 1);
+      if (is_last) args.counters[block] = 0;  // as the next launch expects it
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    // Two halves of the block add up alternate slabs, always in the same order.
+    const int half = static_cast<int>(threadIdx.x) >> 7;
+    const int mine = (static_cast<int>(threadIdx.x) & 127) * 4;
+    const float* from = args.slab + static_cast<int64_t>(block) * args.splits * kBlockRows + mine;
+    total = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+    for (int s = half; s < args.splits; s += 2) {
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(s) * kBlockRows));
+      total.x += part.x;
+      total.y += part.y;
+      total.z += part.z;
+      total.w += part.w;
+    }
+    if (half == 1) *reinterpret_cast<float4*>(partial + mine) = total;
+    __syncthreads();
+    if (half == 1) return;
+    const float4 other = *reinterpret_cast<const float4*>(partial + mine);
+    total.x += other.x;
+    total.y += other.y;
+    total.z += other.z;
+    total.w += other.w;
+  }
+  if (quad >= kBlockRows) return;
+  const float values[4] = {total.x, total.y, total.z, total.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (row + i >= args.m) break;
+    if (args.accumulate) {
+      y[row + i] += values[i];
+    } else {
+      StoreOutput(args.epilogue, 0, row + i, values[i]);
+    }
+  }
+}
+
+template <bool kIsBf16, int kPairs>
+const void* Pick(bool indexed) {
+  return indexed ? reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, true>)
+                 : reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, false>);
+}
+
+struct Choice {
+  const void* kernel;
+  uint64_t stage_bytes;
+};
+
+Choice PickKernel(bool bf16, int max_chunks, bool indexed) {
+  const int pairs = max_chunks <= 11 ? 5 : max_chunks <= 13 ? 6 : 8;
+  const uint64_t stage = std::max<uint64_t>(static_cast<uint64_t>(pairs * 8 + 5) * 128, kBlockRows * 4) * kWarps;
+  switch (pairs) {
+    case 5:
+      return {bf16 ? Pick<true, 5>(indexed) : Pick<false, 5>(indexed), stage};
+    case 6:
+      return {bf16 ? Pick<true, 6>(indexed) : Pick<false, 6>(indexed), stage};
+    default:
+      return {bf16 ? Pick<true, 8>(indexed) : Pick<false, 8>(indexed), stage};
+  }
+}
+
+struct Splits {
+  int count;
+  int columns;
+};
+
+// Column ranges a row block: enough blocks for one wave of two a multiprocessor, no range beyond what a block's list
+// holds. Variants 1..3 (benchmarks) ask for 2, 1.5 and 0.5 waves.
+Splits ChooseSplits(const spmmd_cuda_layer& layer, int variant) {
+  const int64_t blocks = CeilDiv(layer.m, kBlockRows);
+  constexpr int kWaveQuarters[] = {4, 8, 6, 2};
+  const int64_t slots = int64_t{2} * layer.device->multiprocessors * kWaveQuarters[variant < 0 ? 0 : variant] / 4;
+  int64_t splits = std::clamp<int64_t>(slots / blocks, 1, CeilDiv(layer.k, 32));
+  splits = std::max(splits, CeilDiv(layer.k, kMaxSplitColumns));
+  const int64_t columns = CeilDiv(layer.k, splits);
+  return {static_cast<int>(CeilDiv(layer.k, columns)), static_cast<int>(columns)};
+}
+
+int VariantOf(const Call& call) { return static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u) - 1; }
+bool Accumulates(const Call& call) { return (call.flags & SPMMD_CUDA_FLAG_ACCUMULATE) != 0; }
+bool UsesSlabs(const Call& call) { return !Accumulates(call) || (call.flags & SPMMD_CUDA_FLAG_DETERMINISTIC) != 0; }
+
+Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
+  if (VariantOf(call) > 3) return InvalidArgument("flags: no such variant of column_piece_spmspv");
+  if (Accumulates(call) && (call.y_dtype != kF32 || call.bias != nullptr || call.activation != 0)) {
+    return InvalidArgument("flags: accumulation needs an fp32 y, no bias and no activation");
+  }
+  const int64_t blocks = CeilDiv(layer.m, kBlockRows);
+  const Splits splits = ChooseSplits(layer, VariantOf(call));
+  if (UsesSlabs(call) && splits.count > 1 && blocks > kMaxCounters) {
+    return Unimplemented("M: more than " + std::to_string(kMaxCounters * kBlockRows) + " rows");
+  }
+  if (blocks * splits.count > INT32_MAX) return Unimplemented("M * K: more than 2^31 thread blocks");
+  return {};
+}
+
+uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
+  const Splits splits = ChooseSplits(layer, VariantOf(call));
+  if (!UsesSlabs(call) || splits.count == 1) return 0;
+  return static_cast<uint64_t>(CeilDiv(layer.m, kBlockRows)) * static_cast<uint64_t>(splits.count) * kBlockRows * 4;
+}
+
+Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream) {
+  const bool indexed = call.x_indices != nullptr;
+  const Splits splits = ChooseSplits(layer, VariantOf(call));
+  SpmspvArgs args = {};
+  args.pieces = layer.SectionData(column_piece::kPieceSection);
+  args.descriptors = reinterpret_cast<const uint32_t*>(layer.SectionData(column_piece::kDescriptorSection));
+  args.block_units = reinterpret_cast<const uint64_t*>(layer.SectionData(column_piece::kBlockSection));
+  args.x_indices = call.x_indices;
+  args.x_values = call.x_values;
+  args.x_nnz = static_cast<int32_t>(call.x_nnz);
+  args.x_dtype = call.x_dtype;
+  args.threshold = call.x_threshold;
+  args.m = static_cast<int32_t>(layer.m);
+  args.k = static_cast<int32_t>(layer.k);
+  args.splits = splits.count;
+  args.split_columns = splits.columns;
+  args.accumulate = Accumulates(call);
+  args.slabs = UsesSlabs(call);
+  args.counters = static_cast<uint32_t*>(call.workspace);
+  args.slab = reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) + kCounterBytes);
+  args.epilogue = MakeEpilogue(call);
+
+  const Choice choice =
+      PickKernel(layer.dtype == kBf16, static_cast<int>(layer.params[column_piece::kParamMaxChunks]), indexed);
+  const uint64_t shared = choice.stage_bytes + static_cast<uint64_t>(std::min(splits.columns, kMaxSplitColumns)) * 8;
+  {
+    // The limit of dynamic shared memory, raised once a kernel and device.
+    static std::mutex mutex;
+    static std::map<std::pair<const void*, int>, bool> raised;
+    const std::lock_guard<std::mutex> lock(mutex);
+    bool& done = raised[{choice.kernel, layer.device->index}];
+    if (!done) {
+      SPMMD_CUDA_CHECK(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            static_cast<int>(choice.stage_bytes) + kMaxSplitColumns * 8));
+      done = true;
+    }
+  }
+  cudaLaunchAttribute chain = {};
+  chain.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  chain.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(CeilDiv(layer.m, kBlockRows) * splits.count));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &chain;
+  config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
+  for (int64_t token = 0; token < call.n; ++token) {
+    if (!indexed) {
+      args.x = static_cast<const uint8_t*>(call.x) +
+               static_cast<uint64_t>(token * call.x_stride) * ElementSize(call.x_dtype);
+    }
+    args.epilogue.y =
+        static_cast<uint8_t*>(call.y) + static_cast<uint64_t>(token * call.y_stride) * ElementSize(call.y_dtype);
+    void* parameters[] = {&args};
+    SPMMD_CUDA_CHECK(cudaLaunchKernelExC(&config, choice.kernel, parameters));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status ValidateColumnPiece(const LayerDesc& desc) {
+  if (desc.layout_version != column_piece::kLayoutVersion) return DataLoss("COLUMN_PIECE: unknown layout version");
+  if (desc.dtype == kF32) return DataLoss("COLUMN_PIECE: dtype is neither fp16 nor bf16");
+  const spmmd_cuda_section* pieces = FindSection(desc, column_piece::kPieceSection);
+  const spmmd_cuda_section* descriptors = FindSection(desc, column_piece::kDescriptorSection);
+  const spmmd_cuda_section* blocks = FindSection(desc, column_piece::kBlockSection);
+  if (pieces == nullptr || descriptors == nullptr || blocks == nullptr) {
+    return DataLoss("COLUMN_PIECE: a section is missing");
+  }
+  column_piece::View view;
+  if (const char* error = column_piece::Open(desc.m, desc.k, desc.nnz, desc.params, pieces->data, pieces->size,
+                                             descriptors->data, descriptors->size, blocks->data, blocks->size, &view)) {
+    return DataLoss(std::string("COLUMN_PIECE: ") + error);
+  }
+  int64_t nnz = 0;
+  for (int64_t block = 0; block < view.blocks; ++block) {
+    if (!column_piece::DecodeBlock(view, block, &nnz, [](int64_t, int64_t, uint16_t) {})) {
+      return DataLoss("COLUMN_PIECE: a piece is out of place or has too many bits");
+    }
+  }
+  if (nnz != view.nnz) return DataLoss("COLUMN_PIECE: the number of nonzeros differs from the header's");
+  return {};
+}
+
+const Kernel kColumnPieceSpmspv = {
+    "column_piece_spmspv", kFormatColumnPiece, false, CanImplement, ScratchBytes, Launch, true};
+const Kernel kColumnPieceSpmspvIndexed = {
+    "column_piece_spmspv_indexed", kFormatColumnPiece, true, CanImplement, ScratchBytes, Launch, true};
+
+}  // namespace spmmd::cuda
