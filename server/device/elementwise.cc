@@ -1,61 +1,30 @@
 #include "server/device/elementwise.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstring>
+
+#include "kernels/cpu/epilogue.h"
+#include "kernels/format/dense_rows.h"
 
 namespace spmmd::server {
 namespace {
 
-// Elements handled at a time, so that operands of other types are widened inside the first-level cache.
+// Elements handled at a time, so that operands of other types are widened inside the first-level cache. A multiple of 16, as
+// ApplyEpilogue wants.
 constexpr int64_t kBlock = 1024;
 // Elements a task has, at least: about 10 us of work.
 constexpr int64_t kGrain = 16384;
 
-using Block = std::array<float, kBlock>;
+struct alignas(64) Block {
+  float values[kBlock];
+};
 
 // The elements [begin, begin + count) of a row as fp32: in place when they are fp32 already.
 const float* Widen(const DenseView& x, int64_t row, int64_t begin, int64_t count, Block& scratch) {
   const std::byte* from = x.row(row) + static_cast<size_t>(begin) * SizeOf(x.dtype);
   if (x.dtype == DType::kF32) return reinterpret_cast<const float*>(from);
-  for (int64_t i = 0; i < count; ++i) {
-    uint16_t bits;
-    std::memcpy(&bits, from + static_cast<size_t>(i) * 2, 2);
-    scratch[static_cast<size_t>(i)] = x.dtype == DType::kF16 ? F16ToFloat(bits) : Bf16ToFloat(bits);
-  }
-  return scratch.data();
-}
-
-void Narrow(const float* from, const MutableDenseView& y, int64_t row, int64_t begin, int64_t count) {
-  std::byte* to = y.row(row) + static_cast<size_t>(begin) * SizeOf(y.dtype);
-  for (int64_t i = 0; i < count; ++i) {
-    const uint16_t bits = y.dtype == DType::kF16 ? FloatToF16(from[i]) : FloatToBf16(from[i]);
-    std::memcpy(to + static_cast<size_t>(i) * 2, &bits, 2);
-  }
-}
-
-void Activate(Activation activation, float* x, int64_t count) {
-  constexpr float kInvSqrt2 = 0.707106781f;
-  constexpr float kSqrt2OverPi = 0.797884561f;
-  switch (activation) {
-    case Activation::kNone:
-      return;
-    case Activation::kRelu:
-      for (int64_t i = 0; i < count; ++i) x[i] = x[i] < 0 ? 0 : x[i];  // NaN stays
-      return;
-    case Activation::kGelu:
-      for (int64_t i = 0; i < count; ++i) x[i] = 0.5f * x[i] * std::erfc(-x[i] * kInvSqrt2);
-      return;
-    case Activation::kGeluTanh:
-      for (int64_t i = 0; i < count; ++i) {
-        x[i] = 0.5f * x[i] * (1.0f + std::tanh(kSqrt2OverPi * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
-      }
-      return;
-    case Activation::kSilu:
-      for (int64_t i = 0; i < count; ++i) x[i] = x[i] / (1.0f + std::exp(-x[i]));
-      return;
-  }
+  WidenRow(x.dtype, from, scratch.values, count);
+  return scratch.values;
 }
 
 void Combine(ElementwiseOp op, const float* left, const float* right, float* y, int64_t count) {
@@ -81,16 +50,22 @@ void Elementwise(ElementwiseOp op, Activation activation, const DenseView& left,
     const int64_t last_col = std::min(y.cols, first_col + kGrain);
     Block left_scratch;
     Block right_scratch;
-    Block result_scratch;
+    Block result;
     for (int64_t row = first_row; row < last_row; ++row) {
       for (int64_t col = first_col; col < last_col; col += kBlock) {
         const int64_t count = std::min(kBlock, last_col - col);
         const float* a = Widen(left, row, col, count, left_scratch);
         const float* b = Widen(right, row, col, count, right_scratch);
-        float* result = y.dtype == DType::kF32 ? reinterpret_cast<float*>(y.row(row)) + col : result_scratch.data();
-        Combine(op, a, b, result, count);
-        Activate(activation, result, count);
-        if (y.dtype != DType::kF32) Narrow(result, y, row, col, count);
+        Combine(op, a, b, result.values, count);
+        // ApplyEpilogue works in whole vectors: what lies behind the last element must be initialised.
+        std::fill(result.values + count, result.values + (count + 15) / 16 * 16, 0.0f);
+        cpu::ApplyEpilogue(result.values, count, nullptr, activation);
+        std::byte* to = y.row(row) + static_cast<size_t>(col) * SizeOf(y.dtype);
+        if (y.dtype == DType::kF32) {
+          std::memcpy(to, result.values, static_cast<size_t>(count) * sizeof(float));
+        } else {
+          NarrowRow(result.values, y.dtype, to, count);
+        }
       }
     }
   });
