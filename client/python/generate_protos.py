@@ -34,8 +34,7 @@ def main() -> int:
         for generated in sorted((Path(out) / "spmm" / "v1").iterdir()):
             text = re.sub(r"^from spmm\.v1 import", "from spmmd._proto import", generated.read_text(), flags=re.M)
             target = TARGET / generated.name
-            if not target.exists() or target.read_text() != text:
-                target.write_text(text)
+            target.write_text(text)
     return 0
 
 
