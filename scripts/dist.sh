@@ -112,9 +112,14 @@ while read -r soname path; do
   esac
 done < <(env -i PATH="$PATH" ldd "$unpacked"/bin/* "$unpacked"/lib/* | awk '$2 == "=>" {print $1, $3}' | sort -u)
 
-# An empty root with glibc alone shows what a missing library or file would do, if this user may make one.
-in_root=("$(PATH="$PATH:/usr/sbin:/sbin" command -v chroot)" "$root")
-if [ "$(id -u)" -ne 0 ]; then in_root=("$(command -v unshare)" --map-root-user "${in_root[@]}"); fi
+# An empty root with glibc alone shows what a missing library or file would do, if this user may make one. The loader
+# finds $ORIGIN through /proc.
+mkdir "$root/proc"
+export PATH="$PATH:/usr/sbin:/sbin"
+in_root=(unshare --mount)
+if [ "$(id -u)" -ne 0 ]; then in_root+=(--map-root-user); fi
+# shellcheck disable=SC2016  # for the inner shell to expand
+in_root+=(sh -c 'mount --rbind /proc "$0/proc" && exec env -i "$(command -v chroot)" "$0" "$@"' "$root")
 for library in ld-linux-x86-64.so.2 libc.so.6 libm.so.6 libmvec.so.1 libpthread.so.0 libdl.so.2 librt.so.1 libresolv.so.2; do
   for folder in /lib64 /lib/x86_64-linux-gnu /usr/lib64; do
     if [ -e "$folder/$library" ]; then install -D "$(readlink -f "$folder/$library")" "$root$folder/$library"; break; fi
@@ -126,16 +131,16 @@ if ! "${in_root[@]}" "$prefix/bin/spmmctl" --version >/dev/null 2>"$work/chroot.
   if "${in_root[@]}" /lib64/ld-linux-x86-64.so.2 --version >/dev/null 2>&1; then
     fail "the programs do not start in an empty root: $(cat "$work/chroot.log")"
   fi
-  in_root=()
+  in_root=(env -i)
   prefix=$unpacked
   where="an empty environment (no right to chroot here)"
 fi
-alone() { env -i "${in_root[@]}" "$@"; }
+alone() { "${in_root[@]}" "$@"; }
 
 tmp=${prefix%/opt/*}/tmp
 socket="unix:$tmp/s"
 cp tests/data/minilm-block0/block.safetensors "$root/tmp/block.safetensors"
-env -i "${in_root[@]}" "$prefix/bin/spmmd" --listen="$socket" --metrics-listen=127.0.0.1:0 --backend=cpu \
+"${in_root[@]}" "$prefix/bin/spmmd" --listen="$socket" --metrics-listen=127.0.0.1:0 --backend=cpu \
   >"$work/ready" 2>"$work/spmmd.log" &
 server_pid=$!
 alone "$prefix/bin/spmmctl" --server="$socket" status --wait 30 >"$work/status" || fail "$(cat "$work/spmmd.log")"
