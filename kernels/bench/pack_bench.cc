@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -20,6 +21,7 @@
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/packed_layer.h"
 #include "kernels/format/prune.h"
+#include "kernels/format/three_layer.h"
 
 namespace spmmd {
 namespace {
@@ -41,6 +43,23 @@ DenseMatrix RandomWeights(DType dtype, int64_t rows, int64_t cols) {
     for (int64_t c = 0; c < cols; ++c) row[c] = pool[(start + static_cast<size_t>(c)) % kPool];
   }
   return w;
+}
+
+// Multiplies every column by exp(sigma * N(0, 1)), so that pruning by magnitude leaves column-skewed masks, as Wanda's
+// activation norms do.
+void SkewColumns(double sigma, DenseMatrix* w) {
+  std::mt19937_64 random(2);
+  std::normal_distribution<double> normal;
+  std::vector<float> scales(static_cast<size_t>(w->cols()));
+  for (float& scale : scales) scale = static_cast<float>(std::exp(sigma * normal(random)));
+  const bool half = w->dtype() == DType::kF16;
+  for (int64_t r = 0; r < w->rows(); ++r) {
+    auto* row = reinterpret_cast<uint16_t*>(w->mutable_view().row(r));
+    for (size_t c = 0; c < scales.size(); ++c) {
+      const float value = (half ? F16ToFloat(row[c]) : Bf16ToFloat(row[c])) * scales[c];
+      row[c] = half ? FloatToF16(value) : FloatToBf16(value);
+    }
+  }
 }
 
 double Median(std::vector<double> values) {
@@ -73,12 +92,27 @@ Times MedianTimes(int repetitions, Body body) {
   return {Median(wall), Median(cpu)};
 }
 
+// On stderr, beside the table.
+void ReportShares(const PackedLayer& layer) {
+  const three_layer::Stats stats = three_layer::ComputeStats(layer);
+  const auto share = [&stats](int64_t part) {
+    return 100.0 * static_cast<double>(part) / static_cast<double>(stats.nnz);
+  };
+  std::fprintf(
+      stderr,
+      "THREE_LAYER at sparsity %.2f, of the nonzeros: %.2f %% slot-filled, %.2f %% dummy codes, %.2f %% filler "
+      "codes, %.2f %% residual; bytes: values %zu, metadata %zu, codes %zu, residual %zu\n",
+      layer.sparsity(), share(stats.slot_filled), share(stats.dummy_codes), share(stats.filler_codes),
+      share(stats.residual), stats.values_bytes, stats.metadata_bytes, stats.code_bytes, stats.residual_bytes);
+}
+
 int Main(int argc, char** argv) {
   std::vector<std::string> formats = {"DENSE",   "CSR",         "BITMAP",     "BITMAP_GPU",
                                       "RLC_CSC", "THREE_LAYER", "ROW_STREAM", "COLUMN_PIECE"};
   std::vector<double> sparsities = {0.5};
   std::string shape = "8192x8192";
   std::string dtype_name = "fp16";
+  double skew = 0;
   int threads = 0;
   int repetitions = 7;
   CLI::App app{"Packing speed"};
@@ -86,6 +120,7 @@ int Main(int argc, char** argv) {
   app.add_option("--sparsity", sparsities)->delimiter(',');
   app.add_option("--shape", shape, "MxK");
   app.add_option("--dtype", dtype_name)->check(CLI::IsMember({"fp16", "bf16"}));
+  app.add_option("--skew", skew, "sigma of the log-normal column scale")->check(CLI::Range(0.0, 3.0));
   app.add_option("--threads", threads, "0: all cores");
   app.add_option("--repetitions", repetitions)->check(CLI::Range(1, 1000));
   CLI11_PARSE(app, argc, argv);
@@ -99,7 +134,8 @@ int Main(int argc, char** argv) {
   SetDefaultThreads(threads);
   const int cores = DefaultThreadPool().size();
   const DType dtype = dtype_name == "fp16" ? DType::kF16 : DType::kBf16;
-  const DenseMatrix dense = RandomWeights(dtype, m, k);
+  DenseMatrix dense = RandomWeights(dtype, m, k);
+  if (skew > 0) SkewColumns(skew, &dense);
   const auto weights = static_cast<double>(m) * static_cast<double>(k);
 
   std::printf(
@@ -135,6 +171,7 @@ int Main(int argc, char** argv) {
         continue;
       }
       const auto bytes = static_cast<double>(layer->bytes().total());
+      if (*format == Format::kThreeLayer) ReportShares(*layer);
       report("pack", name, sparsity, pack_times, bytes);
       report("validate", name, sparsity,
              MedianTimes(3,
