@@ -43,7 +43,8 @@ class ChunkDecoder {
  public:
   static constexpr int kSteps = bitmap_gpu::Steps(kChunkCols);
 
-  __device__ __forceinline__ ChunkDecoder(uint32_t chunk, int lane) {
+  // A chunk that is not there decodes to zeros.
+  __device__ __forceinline__ ChunkDecoder(uint32_t chunk, int lane, bool present = true) {
     constexpr int kMaskBytes = bitmap_gpu::MaskBytes(kChunkCols);
     if constexpr (kSteps == 16) {
       const uint4 words = LoadShared128(chunk + lane * 16);
@@ -57,6 +58,8 @@ class ChunkDecoder {
       mask_[1] = words.y;
     }
     const uint32_t descriptor = LoadShared32(chunk + kMaskBytes + lane * 4);
+#pragma unroll
+    for (int word = 0; word < kSteps / 4; ++word) mask_[word] = present ? mask_[word] : 0;
     const uint32_t values = chunk + bitmap_gpu::HeaderBytes(kChunkCols);
     low_ = values + lane * 4;
     high_ = low_ + 2;

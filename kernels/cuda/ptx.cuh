@@ -2,6 +2,7 @@
 #ifndef SPMMD_KERNELS_CUDA_PTX_CUH_
 #define SPMMD_KERNELS_CUDA_PTX_CUH_
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -67,6 +68,54 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// One box of a 2-D tensor map into shared memory; what lies outside the tensor arrives as zero.
+__device__ __forceinline__ void TensorLoad2d(uint32_t to, const CUtensorMap* map, int x, int y, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A warpgroup's register budget (all of its warps execute it).
+template <int kRegisters>
+__device__ __forceinline__ void GrowRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void ShrinkRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+// Barrier `id` (1..15) among `threads` threads of the block.
+__device__ __forceinline__ void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- flags in shared memory: what was written before a release is seen after the acquire that reads it
+
+__device__ __forceinline__ void AddRelease(uint32_t address, uint32_t value) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void StoreRelease(uint32_t address, uint32_t value) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t LoadAcquire(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t CompareAndSwap(uint32_t address, uint32_t compare, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.cta.shared::cta.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(old)
+               : "r"(address), "r"(compare), "r"(value)
+               : "memory");
+  return old;
+}
+
 // ---- bulk copies: 16-byte aligned addresses, sizes a multiple of 16
 
 __device__ __forceinline__ void BulkLoad(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
@@ -74,6 +123,13 @@ __device__ __forceinline__ void BulkLoad(uint32_t to, const void* from, uint32_t
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
+// 16 bytes, or 16 zero bytes when !inside, without passing through registers.
+__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+// All of this thread's CopyAsync16 have arrived.
+__device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- programmatic dependent launch
 

@@ -1,20 +1,26 @@
 // SpMM for few tokens (N <= 32 a launch): BITMAP_GPU weights, mma.sync, X resident in shared memory.
 //
-// Work. A slab is a row block (16 rows) times one of `splits` equal ranges of K, chosen so that X's part of the range
-// stays in shared memory for the whole kernel: W is then the only thing that streams, and no warp ever waits for X.
-// A CTA (one an SM, 12 or 16 warps, all alike) owns one range of K. It first takes an even share of the row blocks left
-// over by whole rounds, then whole slabs. Its chunks, in order, go round-robin to its warps; each warp fetches its own
-// chunks through a private ring of bulk copies, decodes them into A fragments and multiplies.
+// Work. K is cut into `splits` equal ranges such that X's part of a range stays in shared memory for the whole kernel:
+// W is then the only thing that streams, and no warp ever waits for X. A CTA (one an SM, 8 to 16 warps, all alike) owns
+// one range. In each of its rounds it takes a slab of `height` row blocks (16 rows each), warps / height warps to a row
+// block, which take turns along K. Row blocks left over by whole rounds come first, shared evenly by all CTAs. Each
+// warp fetches its own chunks through a private ring of bulk copies, decodes them into A fragments and multiplies.
 //
-// Reduction. Fixed order, so results do not depend on timing. Warps leave their fragments in shared memory, the last
-// one to arrive adds them up. Where several CTAs share a row block they leave partial sums in the workspace, and again
-// the last one to arrive adds them up and stores. Nobody ever waits for another CTA: no deadlock when CTAs of several
-// launches share the device.
+// Reduction. Always in the same order, so results do not depend on timing. The warps of a row block leave their
+// fragments in one of two shared-memory buffers; whoever of them needs the buffer next (the one that is furthest ahead)
+// adds up what is in it. With one range of K the sum is the output. The leftovers, which several CTAs share, are added
+// up by the last CTA to arrive, long before the kernel ends. With several ranges of K every sum is partial, and a
+// second small kernel, launched early, adds them up. Nobody ever waits for another CTA, so launches that share the
+// device cannot deadlock.
 //
 // Bytes an element: the format's, plus N * 8 * splits / K for partial sums. Instructions an element: about 4.2.
 // Limiter: memory at 50 % sparsity, decoding (shared-memory wavefronts, issue) from 60 % on.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "kernels/cuda/bitmap_decode.cuh"
 #include "kernels/cuda/epilogue.cuh"
@@ -28,7 +34,8 @@ namespace {
 constexpr int kMaxWarps = 16;
 constexpr int kMaxStages = 4;
 constexpr int kMaxTokenTiles = 4;  // of 8 tokens
-constexpr int kGenerations = 2;    // slabs whose reduction may be in progress at once
+constexpr int kGenerations = 2;    // buffers a warp has for sums that are being handed over
+constexpr int kMaxPieces = 6;      // leftover row blocks of which a CTA may have a share
 constexpr int kBoxCols = 64;       // X lies in boxes of 8 tokens x 64 columns, 128 bytes a row
 constexpr int kBoxBytes = 8 * kBoxCols * 2;
 constexpr int kDynamicAlignment = 1024;
@@ -40,8 +47,9 @@ struct SlabPlan {
   int splits;
   int cols_per_split;  // column blocks; the last split may have fewer, never none
   int groups;          // CTAs a split
-  int rounds;          // whole slabs a CTA
-  int leftovers;       // row blocks behind the whole rounds, shared by all CTAs of a split
+  int height;          // row blocks of a slab; divides warps
+  int rounds;          // slabs a CTA
+  int leftovers;       // row blocks behind the rounds, shared by all CTAs of a split
   int warps;
   int stages;
 
@@ -49,6 +57,7 @@ struct SlabPlan {
     const int left = col_blocks - split * cols_per_split;
     return left < cols_per_split ? left : cols_per_split;
   }
+  __host__ __device__ int FirstLeftover() const { return rounds * groups * height; }
   // CTAs of a split that take part in its leftovers: each gets at least one chunk.
   __host__ __device__ int Sharers(int split) const {
     const int64_t chunks = static_cast<int64_t>(leftovers) * SplitCols(split);
@@ -73,188 +82,235 @@ struct SlabParams {
   int k;
   int stage_bytes;
   uint32_t* counters;      // one a row block
-  float4* share_partials;  // [CTA][2] of the leftovers
+  float4* share_partials;  // [CTA][kMaxPieces] of the leftovers
   float4* split_partials;  // [row block][split], splits > 1
   Epilogue epilogue;
 };
 
-// A CTA's chunks in order: at most two pieces of leftover row blocks, then whole slabs.
+// One warp's way through its chunks: its share of the CTA's leftovers, then its part of each slab.
+//
+// A segment is one row block's chunks within the CTA. `group` names the warps that work on it: the row block of the
+// slab, or kLeftoverGroup for leftovers, where all warps take turns. Segments of a group are numbered in order.
+constexpr int kLeftoverGroup = kMaxWarps;
+
 class Walk {
  public:
-  __device__ Walk(const SlabPlan& plan, int split, int cta)
-      : plan_(plan), split_(split), cta_(cta), cols_(plan.SplitCols(split)), base_(split * plan.cols_per_split) {
+  __device__ __forceinline__ Walk(const SlabPlan& plan, int split, int cta, int warp)
+      : plan_(plan),
+        cta_(cta),
+        warp_(warp),
+        cols_(plan.SplitCols(split)),
+        base_(split * plan.cols_per_split),
+        members_(plan.warps / plan.height) {
     if (cta < plan.Sharers(split)) {
-      share_ = plan.ShareBegin(split, cta);
+      share_begin_ = plan.ShareBegin(split, cta);
       share_end_ = plan.ShareBegin(split, cta + 1);
     }
+    share_ = share_begin_ + warp;
+    col_ = warp / plan.height;
+    Settle();
   }
 
-  // Moves to chunk `position` of the CTA (positions only grow). False past the end.
-  __device__ __forceinline__ bool MoveTo(int position) {
-    while (position >= segment_end_) {
-      segment_begin_ = segment_end_;
-      ++segment_;
-      if (share_ < share_end_) {
-        const int leftover = share_ / cols_;
-        const int first = share_ - leftover * cols_;
-        const int length = min(cols_ - first, share_end_ - share_);
-        block_ = plan_.rounds * plan_.groups + leftover;
-        first_col_ = base_ + first;
-        segment_end_ += length;
-        share_ += length;
-      } else if (round_ < plan_.rounds) {
-        block_ = round_ * plan_.groups + cta_;
-        first_col_ = base_;
-        segment_end_ += cols_;
-        ++round_;
-      } else {
-        return false;
-      }
+  __device__ bool done() const { return done_; }
+  __device__ __forceinline__ void Next() {
+    if (group_ == kLeftoverGroup) {
+      share_ += plan_.warps;
+    } else {
+      col_ += members_;
     }
-    col_ = first_col_ + position - segment_begin_;
-    return true;
+    Settle();
   }
 
+  __device__ int group() const { return group_; }
   __device__ int segment() const { return segment_; }
-  __device__ int segment_begin() const { return segment_begin_; }
-  __device__ int segment_end() const { return segment_end_; }
   __device__ int block() const { return block_; }
-  __device__ int col() const { return col_; }  // absolute column block
-  __device__ int64_t chunk() const { return static_cast<int64_t>(block_) * plan_.col_blocks + col_; }
+  __device__ int col() const { return base_ + col_now_; }  // absolute column block
+  __device__ int64_t chunk() const { return static_cast<int64_t>(block_) * plan_.col_blocks + col(); }
+
+  // Of a segment that this warp has walked through: the first of its warps, in order of chunks, as a member of the
+  // group, and how many there are.
+  __device__ __forceinline__ int2 Contributors(int group, int segment, int block) const {
+    if (group == kLeftoverGroup) {
+      const int begin = max(share_begin_, (block - plan_.FirstLeftover()) * cols_);
+      const int end = min(share_end_, (block - plan_.FirstLeftover() + 1) * cols_);
+      return make_int2((begin - share_begin_) % plan_.warps, min(plan_.warps, end - begin));
+    }
+    return make_int2(static_cast<int>(static_cast<int64_t>(segment) * cols_ % members_), min(members_, cols_));
+  }
+  // Leftover segments of the CTA.
+  __device__ __forceinline__ int Pieces() const {
+    return share_begin_ == share_end_ ? 0 : (share_end_ - 1) / cols_ - share_begin_ / cols_ + 1;
+  }
 
  private:
+  __device__ __forceinline__ void Settle() {
+    if (share_ < share_end_) {
+      const int leftover = share_ / cols_;
+      group_ = kLeftoverGroup;
+      segment_ = leftover - share_begin_ / cols_;
+      block_ = plan_.FirstLeftover() + leftover;
+      col_now_ = share_ - leftover * cols_;
+      return;
+    }
+    while (col_ >= cols_) {
+      col_ -= cols_;
+      ++round_;
+    }
+    group_ = warp_ % plan_.height;
+    segment_ = round_;
+    block_ = (round_ * plan_.groups + cta_) * plan_.height + group_;
+    col_now_ = col_;
+    done_ = round_ >= plan_.rounds;
+  }
+
   const SlabPlan& plan_;
-  int split_, cta_, cols_, base_;
-  int share_ = 0, share_end_ = 0, round_ = 0;
-  int segment_ = -1, segment_begin_ = 0, segment_end_ = 0;
-  int block_ = 0, first_col_ = 0, col_ = 0;
+  int cta_, warp_, cols_, base_, members_;
+  int share_begin_ = 0, share_end_ = 0, share_;
+  int round_ = 0, col_;
+  int group_ = 0, segment_ = 0, block_ = 0, col_now_ = 0;
+  bool done_ = false;
 };
 
 // X's columns [k_begin, k_begin + cols) into shared memory, in the weights' dtype, zero beyond N and K. Row r of box b
 // and token tile t is at (b * tiles + t) * 1024 + r * 128, its 16-byte unit u at u ^ r: ldmatrix meets no conflict.
 template <bool kIsBf16, int kTiles>
 __device__ __forceinline__ void StageActivations(const SlabParams& p, uint32_t x_shared, int k_begin, int cols) {
-  const int units = cols / 8;
-  const int total = units * kTiles * 8;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < total; i += static_cast<int>(blockDim.x)) {
-    const int token = i / units;
-    const int unit = i - token * units;
-    const int k = k_begin + unit * 8;
+  const int boxes = cols / kBoxCols;
+  const auto threads = static_cast<int>(blockDim.x);
+  // Eight threads a row of a box; consecutive boxes are consecutive in memory.
+  const int unit = static_cast<int>(threadIdx.x) % 8;
+  for (int i = static_cast<int>(threadIdx.x) / 8; i < boxes * kTiles * 8; i += threads / 8) {
+    const int token = i / boxes;
+    const int box = i - token * boxes;
+    const int k = k_begin + box * kBoxCols + unit * 8;
+    const int row = token % 8;
+    const uint32_t to =
+        x_shared + static_cast<uint32_t>((box * kTiles + token / 8) * kBoxBytes + row * 128 + (unit ^ row) * 16);
     const int64_t at = token * p.x_stride + k;
-    uint4 value = make_uint4(0, 0, 0, 0);
+    if (p.x_vectors != 0 && k + 8 <= p.k) {
+      const bool inside = token < p.tokens;
+      CopyAsync16(to, static_cast<const uint16_t*>(p.x) + (inside ? at : 0), inside);
+      continue;
+    }
+    uint32_t words[4] = {};
     if (token < p.tokens) {
-      if (p.x_vectors != 0 && k + 8 <= p.k) {
-        value = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.x) + at));
-      } else {
-        uint32_t words[4] = {};
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (k + e < p.k) words[e / 2] |= uint32_t{LoadAs16<kIsBf16>(p.x, p.x_dtype, at + e)} << (e % 2 * 16);
-        }
-        value = make_uint4(words[0], words[1], words[2], words[3]);
+      for (int e = 0; e < 8; ++e) {
+        if (k + e < p.k) words[e / 2] |= uint32_t{LoadAs16<kIsBf16>(p.x, p.x_dtype, at + e)} << (e % 2 * 16);
       }
     }
-    const int row = token % 8;
-    const uint32_t to = x_shared + static_cast<uint32_t>(((unit / 8) * kTiles + token / 8) * kBoxBytes + row * 128 +
-                                                         ((unit % 8) ^ row) * 16);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
                  : "memory");
   }
+  CopyAsyncWait();
 }
 
-template <int kTiles>
-__device__ __forceinline__ void AddTo(float (&sum)[kTiles][4], int tile, const float4& v) {
-  sum[tile][0] += v.x;
-  sum[tile][1] += v.y;
-  sum[tile][2] += v.z;
-  sum[tile][3] += v.w;
+// A partial sum in the workspace is kTiles x 32 quads, lane by lane.
+__device__ __forceinline__ void StoreSum(const SlabParams& p, int block, int tile, int lane, const float4& sum) {
+  StoreTileQuad(p.epilogue, p.tokens, p.m, block, tile, lane, sum);
 }
 
+// The CTAs of a split whose leftover chunks meet row block `leftover`.
+__device__ __forceinline__ int2 Sharers(const SlabPlan& plan, int split, int leftover) {
+  const int64_t cols = plan.SplitCols(split);
+  const int64_t chunks = plan.leftovers * cols;
+  const int sharers = plan.Sharers(split);
+  const int64_t first = ((leftover * cols + 1) * sharers + chunks - 1) / chunks - 1;
+  const int64_t last = ((leftover + 1) * cols * sharers + chunks - 1) / chunks - 1;
+  return make_int2(static_cast<int>(first), static_cast<int>(last));
+}
+
+// All partial sums of a row block, in order.
 template <int kTiles>
-__device__ __forceinline__ void StoreFragment(const SlabParams& p, int block, int lane, const float (&sum)[kTiles][4]) {
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int token = tile * 8 + lane % 4 * 2 + e % 2;
-      const int64_t row = static_cast<int64_t>(block) * 16 + lane / 4 + e / 2 * 8;
-      if (token < p.tokens && row < p.m) StoreOutput(p.epilogue, token, row, sum[tile][e]);
+__device__ __forceinline__ float4 SumPartials(const SlabParams& p, int block, int tile, int lane) {
+  const SlabPlan& plan = p.plan;
+  const int leftover = block - plan.FirstLeftover();
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int split = 0; split < plan.splits; ++split) {
+    if (leftover < 0) {
+      const int64_t slot = static_cast<int64_t>(block) * plan.splits + split;
+      AddQuad(sum, __ldcg(p.split_partials + (slot * kTiles + tile) * 32 + lane));
+      continue;
+    }
+    const int2 sharers = Sharers(plan, split, leftover);
+    for (int cta = sharers.x; cta <= sharers.y; ++cta) {
+      const int piece = leftover - plan.ShareBegin(split, cta) / plan.SplitCols(split);
+      const int64_t slot = static_cast<int64_t>(split * plan.groups + cta) * kMaxPieces + piece;
+      AddQuad(sum, __ldcg(p.share_partials + (slot * kTiles + tile) * 32 + lane));
     }
   }
+  return sum;
 }
 
-// One row block's sum over this CTA's part of K, held by one warp: store it, or leave it for the last CTA to arrive.
+// What adding up a segment takes. Member i of the group is warp i * stride + offset.
+struct Segment {
+  int index;
+  int block;
+  int stride;
+  int offset;
+  int members;
+  int first;         // member with the segment's first chunk; the others follow in order
+  int contributors;  // members that have chunks of it
+};
+
+// Hand-over of a group's segments, by generation.
+struct HandOver {
+  uint32_t announced;  // segments that `segment` has described so far
+  uint32_t arrived;    // members whose fragments of the current segment are in place
+  uint32_t claimed;    // segments that a warp has taken on
+  uint32_t finished;   // segments that are done with
+  Segment segment;
+};
+
+struct SlabShared {
+  uint64_t full[kMaxWarps * kMaxStages];
+  HandOver hand_overs[kMaxWarps + 1][kGenerations];
+};
+
+// Adds up a segment whose fragments are all in place, and stores the sum where it belongs.
 template <int kTiles>
-__device__ __forceinline__ void FinishSegment(const SlabParams& p, int split, int cta, int segment, int block, int lane,
-                                              float (&sum)[kTiles][4]) {
+__device__ __forceinline__ void FinishSegment(const SlabParams& p, const Segment& segment, const float* fragments,
+                                              int split, int cta, int lane) {
   const SlabPlan& plan = p.plan;
-  const int leftover = block - plan.rounds * plan.groups;
-  if (leftover < 0 && plan.splits == 1) {
-    StoreFragment<kTiles>(p, block, lane, sum);
-    return;
-  }
-  constexpr int kSlot = kTiles * 32;  // float4s of one partial sum
-  float4* slot = leftover >= 0
-                     ? p.share_partials + (static_cast<int64_t>(split * plan.groups + cta) * 2 + segment) * kSlot
-                     : p.split_partials + (static_cast<int64_t>(block) * plan.splits + split) * kSlot;
-#pragma unroll
+  const int block = segment.block;
+  const int leftover = block - plan.FirstLeftover();
+  const bool partial = leftover >= 0 || plan.splits > 1;
+  float4* const slot =
+      leftover >= 0 ? p.share_partials +
+                          (static_cast<int64_t>(split * plan.groups + cta) * kMaxPieces + segment.index) * kTiles * 32
+                    : p.split_partials + (static_cast<int64_t>(block) * plan.splits + split) * kTiles * 32;
+  fragments += QuadOffset(lane);
+#pragma unroll 1
   for (int tile = 0; tile < kTiles; ++tile) {
-    __stcg(slot + tile * 32 + lane, make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]));
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    int member = segment.first;
+#pragma unroll 4
+    for (int i = 0; i < segment.contributors; ++i) {
+      const int warp = member * segment.stride + segment.offset;
+      AddQuad(sum, LoadQuad(fragments + (warp * kTiles + tile) * 128));
+      if (++member == segment.members) member = 0;
+    }
+    if (partial) {
+      __stcg(slot + tile * 32 + lane, sum);
+    } else {
+      StoreSum(p, block, tile, lane, sum);
+    }
   }
-  // Sharers of leftover i in split s are CTAs first..last: those whose range of chunks meets the row block's.
-  const auto first_sharer = [&](int s) {
-    const int64_t chunks = static_cast<int64_t>(plan.leftovers) * plan.SplitCols(s);
-    const int64_t begin = static_cast<int64_t>(leftover) * plan.SplitCols(s);
-    return static_cast<int>(((begin + 1) * plan.Sharers(s) + chunks - 1) / chunks) - 1;
-  };
-  const auto last_sharer = [&](int s) {
-    const int64_t chunks = static_cast<int64_t>(plan.leftovers) * plan.SplitCols(s);
-    const int64_t end = static_cast<int64_t>(leftover + 1) * plan.SplitCols(s);
-    return static_cast<int>((end * plan.Sharers(s) + chunks - 1) / chunks) - 1;
-  };
-  uint32_t expected = static_cast<uint32_t>(plan.splits);
-  if (leftover >= 0) {
-    expected = 0;
-    for (int s = 0; s < plan.splits; ++s) expected += static_cast<uint32_t>(last_sharer(s) - first_sharer(s) + 1);
-  }
+  if (plan.splits > 1 || leftover < 0) return;
   __threadfence();
   __syncwarp();
   uint32_t arrived = 0;
   if (lane == 0) arrived = atomicAdd(p.counters + block, 1u) + 1;
-  if (__shfl_sync(~0u, arrived, 0) != expected) return;
+  const int2 sharers = Sharers(plan, 0, leftover);
+  if (__shfl_sync(~0u, arrived, 0) != static_cast<uint32_t>(sharers.y - sharers.x + 1)) return;
   if (lane == 0) p.counters[block] = 0;  // as the next launch expects it
   __threadfence();
-#pragma unroll
+#pragma unroll 1
   for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[tile][e] = 0.f;
+    StoreSum(p, block, tile, lane, SumPartials<kTiles>(p, block, tile, lane));
   }
-  const auto add = [&](const float4* part) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) AddTo<kTiles>(sum, tile, __ldcg(part + tile * 32 + lane));
-  };
-  if (leftover < 0) {
-    for (int s = 0; s < plan.splits; ++s) {
-      add(p.split_partials + (static_cast<int64_t>(block) * plan.splits + s) * kSlot);
-    }
-  } else {
-    for (int s = 0; s < plan.splits; ++s) {
-      for (int c = first_sharer(s); c <= last_sharer(s); ++c) {
-        const int piece = leftover - plan.ShareBegin(s, c) / plan.SplitCols(s);
-        add(p.share_partials + (static_cast<int64_t>(s * plan.groups + c) * 2 + piece) * kSlot);
-      }
-    }
-  }
-  StoreFragment<kTiles>(p, block, lane, sum);
 }
-
-struct SlabShared {
-  uint64_t full[kMaxWarps * kMaxStages];
-  uint32_t arrived[kGenerations];   // warps whose fragments of the generation's slab are in place
-  uint32_t finished[kGenerations];  // slabs of the generation that have been added up
-};
 
 // kTiles: tiles of 8 tokens.
 template <bool kIsBf16, int kTiles, int kChunkCols>
@@ -274,18 +330,17 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
   const int k_begin = split * plan.cols_per_split * kChunkCols;
   const int split_cols = plan.SplitCols(split) * kChunkCols;
   const uint32_t x_shared = SharedAddress(dynamic);
-  float4* const partials = reinterpret_cast<float4*>(dynamic + plan.cols_per_split * kChunkCols * kTiles * 16);
-  const uint32_t stage0 = SharedAddress(partials) +
+  float4* const fragments = reinterpret_cast<float4*>(dynamic + plan.cols_per_split * kChunkCols * kTiles * 16);
+  const uint32_t stage0 = SharedAddress(fragments) +
                           static_cast<uint32_t>(kGenerations * warps * kTiles * 512 + warp * stages * p.stage_bytes);
   const uint32_t full0 = SharedAddress(shared.full) + static_cast<uint32_t>(warp * stages * 8);
 
   // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches the warp's chunk s.
-  Walk ahead(plan, split, cta);
-  int fetched = warp;  // position of the next chunk to fetch
+  Walk ahead(plan, split, cta, warp);  // the next chunk to fetch
   {
     uint32_t begin = 0;
     uint32_t end = 0;
-    for (int s = 0; s < stages && ahead.MoveTo(fetched); ++s, fetched += warps) {
+    for (int s = 0; s < stages && !ahead.done(); ++s, ahead.Next()) {
       if (lane == s) {
         begin = __ldg(p.offsets + ahead.chunk());
         end = __ldg(p.offsets + ahead.chunk() + 1);
@@ -300,31 +355,60 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
                (end - begin) * 16, full0 + lane * 8);
     }
   }
-  if (threadIdx.x < kGenerations) {
-    shared.arrived[threadIdx.x] = 0;
-    shared.finished[threadIdx.x] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < (kMaxWarps + 1) * kGenerations; i += static_cast<int>(blockDim.x)) {
+    HandOver& hand_over = shared.hand_overs[i / kGenerations][i % kGenerations];
+    hand_over.announced = hand_over.arrived = hand_over.claimed = hand_over.finished = 0;
   }
   WaitForPrerequisites();
   StageActivations<kIsBf16, kTiles>(p, x_shared, k_begin, split_cols);
   __syncthreads();
 
   float sum[kTiles][4] = {};
-  Walk walk(plan, split, cta);
+  Walk walk(plan, split, cta, warp);
   // ldmatrix: lane l addresses row l % 8 of unit l / 8.
   const uint32_t x_lane = x_shared + static_cast<uint32_t>(lane % 8 * 128 + (((lane / 8) ^ (lane % 8)) * 16));
+  // Makes sure that a group's segment, which all of its members have walked through or will, is added up: one does it.
+  const auto finish = [&](int group, int index) {
+    const int generation = index % kGenerations;
+    HandOver& hand_over = shared.hand_overs[group][generation];
+    const auto count = static_cast<uint32_t>(index / kGenerations);
+    uint32_t claimed = 0;
+    if (lane == 0) claimed = CompareAndSwap(SharedAddress(&hand_over.claimed), count, count + 1);
+    if (__shfl_sync(~0u, claimed, 0) != count) {
+      while (LoadAcquire(SharedAddress(&hand_over.finished)) <= count) {
+      }
+      __syncwarp();
+      return;
+    }
+    while (LoadAcquire(SharedAddress(&hand_over.announced)) <= count) {
+    }
+    const Segment segment = hand_over.segment;
+    while (LoadAcquire(SharedAddress(&hand_over.arrived)) != static_cast<uint32_t>(segment.contributors)) {
+    }
+    __syncwarp();
+    FinishSegment<kTiles>(p, segment, reinterpret_cast<const float*>(fragments + generation * warps * kTiles * 32),
+                          split, cta, lane);
+    __syncwarp();
+    if (lane == 0) {
+      StoreRelease(SharedAddress(&hand_over.arrived), 0);
+      StoreRelease(SharedAddress(&hand_over.finished), count + 1);
+    }
+  };
+
+  const int pieces = walk.Pieces();
+  bool leftovers_pending = pieces > 0;
   int stage = 0;
   uint32_t parity = 0;
-  bool more = walk.MoveTo(warp);
 #pragma unroll 1
-  for (int position = warp; more; position += warps) {
+  while (!walk.done()) {
     // The offsets of the chunk that will refill this stage arrive while it is being decoded.
-    const bool refill = ahead.MoveTo(fetched);
+    const bool refill = !ahead.done();
     uint32_t next_begin = 0;
     uint32_t next_end = 0;
     if (refill) {
       next_begin = __ldg(p.offsets + ahead.chunk());
       next_end = __ldg(p.offsets + ahead.chunk() + 1);
-      fetched += warps;
+      ahead.Next();
     }
     const uint32_t chunk = stage0 + static_cast<uint32_t>(stage * p.stage_bytes);
     const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
@@ -360,49 +444,56 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
       parity ^= 1;
     }
 
-    const int segment = walk.segment();
+    const int group = walk.group();
+    const int index = walk.segment();
     const int block = walk.block();
-    const int begin = walk.segment_begin();
-    const int end = walk.segment_end();
-    more = walk.MoveTo(position + warps);
-    if (more && walk.segment() == segment) continue;
+    walk.Next();
+    if (!walk.done() && walk.segment() == index && walk.group() == group) continue;
 
     // The warp's last chunk of this segment: hand over the fragments.
-    const int contributors = min(warps, end - begin);
-    const int generation = segment % kGenerations;
-    volatile uint32_t* finished = shared.finished + generation;
-    while (*finished < static_cast<uint32_t>(segment / kGenerations)) {
+    const bool leftover = group == kLeftoverGroup;
+    if (!leftover && leftovers_pending) {  // they use the same buffers
+      for (int i = max(0, pieces - kGenerations); i < pieces; ++i) finish(kLeftoverGroup, i);
+      leftovers_pending = false;
     }
-    __syncwarp();
-    float4* const slots = partials + generation * warps * kTiles * 32;
+    if (index >= kGenerations) finish(group, index - kGenerations);
+    const int generation = index % kGenerations;
+    float4* const to = fragments + (generation * warps + warp) * kTiles * 32 + lane;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      slots[(warp * kTiles + tile) * 32 + lane] = make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
+      to[tile * 32] = make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[tile][e] = 0.f;
     }
-    __threadfence_block();
-    __syncwarp();
-    uint32_t arrived = 0;
-    if (lane == 0) arrived = atomicAdd(shared.arrived + generation, 1u) + 1;
-    if (__shfl_sync(~0u, arrived, 0) != static_cast<uint32_t>(contributors)) continue;
-    __threadfence_block();
-    float total[kTiles][4] = {};
-    int from = begin % warps;
-    for (int i = 0; i < contributors; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) AddTo<kTiles>(total, tile, slots[(from * kTiles + tile) * 32 + lane]);
-      if (++from == warps) from = 0;
+    const int2 contributors = walk.Contributors(group, index, block);
+    const int stride = leftover ? 1 : plan.height;
+    const int member = warp / stride;
+    HandOver& hand_over = shared.hand_overs[group][generation];
+    if (member == contributors.x && lane == 0) {  // its first chunk was mine: announce it
+      hand_over.segment = {index, block, stride, leftover ? 0 : group, warps / stride, contributors.x, contributors.y};
+      StoreRelease(SharedAddress(&hand_over.announced), static_cast<uint32_t>(index / kGenerations + 1));
     }
-    __threadfence_block();
     __syncwarp();
-    if (lane == 0) {
-      shared.arrived[generation] = 0;
-      __threadfence_block();
-      *finished = static_cast<uint32_t>(segment / kGenerations + 1);
-    }
-    FinishSegment<kTiles>(p, split, cta, segment, block, lane, total);
+    if (lane == 0) AddRelease(SharedAddress(&hand_over.arrived), 1);
   }
+  // What is still in the buffers.
+  __syncthreads();
+  const auto finish_last = [&](int group, int segments) {
+    for (int i = max(0, segments - kGenerations); i < segments; ++i) finish(group, i);
+  };
+  if (warp < plan.height) finish_last(warp, plan.rounds);
+  if (warp == warps - 1) finish_last(kLeftoverGroup, pieces);
+}
+
+// Adds up the partial sums of a launch with several ranges of K: one warp a row block and tile.
+template <int kTiles>
+__global__ __launch_bounds__(256) void SlabFinish(const __grid_constant__ SlabParams p) {
+  TriggerDependents();
+  const int item = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  WaitForPrerequisites();
+  if (item >= p.plan.row_blocks * kTiles) return;
+  StoreSum(p, item / kTiles, item % kTiles, lane, SumPartials<kTiles>(p, item / kTiles, item % kTiles, lane));
 }
 
 // ---- host
@@ -415,6 +506,8 @@ SlabKernel KernelForTiles(int tiles) {
          : tiles == 2 ? SpmmSlab<kIsBf16, 2, kChunkCols>
                       : SpmmSlab<kIsBf16, 4, kChunkCols>;
 }
+
+SlabKernel FindFinish(int tiles) { return tiles == 1 ? SlabFinish<1> : tiles == 2 ? SlabFinish<2> : SlabFinish<4>; }
 
 SlabKernel FindKernel(bool is_bf16, int tiles, int chunk_cols) {
   if (is_bf16) return chunk_cols == 256 ? KernelForTiles<true, 256>(tiles) : KernelForTiles<true, 128>(tiles);
@@ -430,51 +523,67 @@ int64_t SharedBytes(const SlabPlan& plan, int tiles, int chunk_cols, int64_t sta
 
 int64_t MaxDynamicShared(const spmmd_cuda_device& device) {
   // Static shared memory comes first, padded to the alignment of the dynamic part.
-  static_assert(sizeof(SlabShared) <= kDynamicAlignment);
-  return static_cast<int64_t>(device.max_shared_bytes) - kDynamicAlignment;
+  constexpr int64_t kStatic = (sizeof(SlabShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
+  return static_cast<int64_t>(device.max_shared_bytes) - kStatic;
 }
 
 // The cut with the lowest estimated time. There always is one: with one column block a split, X, the reduction buffers
 // and two stages of a dense chunk for 8 warps take 186 KiB at most.
 SlabPlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t col_blocks, int tiles, int chunk_cols,
                   int64_t stage_bytes) {
-  // us: what a CTA streams at its share of the read ceiling, partial sums through L2, and their fixed latency.
+  // Estimates in us: streaming at an SM's share of the read ceiling, partial sums through L2 and the second kernel, and
+  // the hand-overs of one warp.
   constexpr double kBytesPerUsPerSm = 34e3;
   constexpr double kPartialBytesPerUs = 4e6;
-  constexpr double kFixupUs = 1.0;
+  constexpr double kSecondKernelUs = 1.5;
+  constexpr double kHandOverUs = 0.15;
   constexpr int64_t kWantedInFlight = 96 * 1024;
+  constexpr int kMaxSplits = 64;
   SlabPlan best = {};
   double best_us = 0;
-  const int64_t max_splits = std::min<int64_t>(col_blocks, device.multiprocessors);
-  for (int64_t wanted = 1; wanted <= max_splits; ++wanted) {
+  int64_t previous_cols = 0;
+  for (int64_t wanted = 1; wanted <= std::min<int64_t>({col_blocks, device.multiprocessors, kMaxSplits}) ||
+                           (best.splits == 0 && wanted <= col_blocks);
+       ++wanted) {
     SlabPlan plan = {};
     plan.row_blocks = static_cast<int>(row_blocks);
     plan.col_blocks = static_cast<int>(col_blocks);
     plan.cols_per_split = static_cast<int>(CeilDiv(col_blocks, wanted));
+    if (plan.cols_per_split == previous_cols) continue;
+    previous_cols = plan.cols_per_split;
     plan.splits = static_cast<int>(CeilDiv(col_blocks, plan.cols_per_split));
-    plan.groups =
-        static_cast<int>(std::min<int64_t>(device.multiprocessors / plan.splits, row_blocks * plan.cols_per_split));
-    plan.rounds = static_cast<int>(row_blocks / plan.groups);
-    plan.leftovers = static_cast<int>(row_blocks % plan.groups);
+    const int64_t most_groups = std::max<int64_t>(1, device.multiprocessors / plan.splits);
     for (const int warps : {16, 12, 8}) {
       plan.warps = warps;
       for (plan.stages = kMaxStages; plan.stages >= 2; --plan.stages) {
         if (SharedBytes(plan, tiles, chunk_cols, stage_bytes) <= MaxDynamicShared(device)) break;
       }
       if (plan.stages < 2) continue;
-      const double chunks = static_cast<double>(row_blocks) * plan.cols_per_split / plan.groups;
-      double us = chunks * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
       const int64_t in_flight = warps * plan.stages * stage_bytes;
-      if (in_flight < kWantedInFlight) us *= 1.0 + 0.3 * (1.0 - static_cast<double>(in_flight) / kWantedInFlight);
-      if (warps < 16) us *= 1.02;
-      if (plan.splits > 1) {
-        us += kFixupUs + static_cast<double>(row_blocks) * plan.splits * tiles * 1024 / kPartialBytesPerUs;
-      } else if (plan.leftovers > 0) {
-        us += kFixupUs / 4;
-      }
-      if (best.splits == 0 || us < best_us) {
-        best = plan;
-        best_us = us;
+      for (plan.height = 1; warps % plan.height == 0; plan.height *= 2) {
+        // All SMs and shared leftovers, or as few CTAs as make the rounds even.
+        const int64_t slabs = CeilDiv(row_blocks, plan.height);
+        for (const int64_t groups : {most_groups, CeilDiv(slabs, CeilDiv(slabs, most_groups))}) {
+          plan.groups = static_cast<int>(groups);
+          plan.rounds = static_cast<int>(row_blocks / (groups * plan.height));
+          plan.leftovers = static_cast<int>(row_blocks - groups * plan.height * plan.rounds);
+          if (plan.leftovers > (kMaxPieces - 2) * groups) continue;
+          // Whole chunks of the busiest warp.
+          const double chunks =
+              std::ceil(static_cast<double>(plan.rounds) * plan.cols_per_split * plan.height / warps) +
+              std::ceil(static_cast<double>(plan.leftovers) * plan.cols_per_split / static_cast<double>(groups) /
+                        warps);
+          double us = chunks * warps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
+          if (in_flight < kWantedInFlight) us *= 1.0 + 0.3 * (1.0 - static_cast<double>(in_flight) / kWantedInFlight);
+          us += kHandOverUs * (plan.rounds + 2.0 * plan.leftovers / static_cast<double>(groups));
+          if (plan.splits > 1) {
+            us += kSecondKernelUs + static_cast<double>(row_blocks) * plan.splits * tiles * 1024 / kPartialBytesPerUs;
+          }
+          if (best.splits == 0 || us < best_us) {
+            best = plan;
+            best_us = us;
+          }
+        }
       }
     }
   }
@@ -486,13 +595,20 @@ constexpr int64_t kRowBlocksPerLaunch = kMaxCounters;
 constexpr int64_t kTokensPerLaunch = kMaxTokenTiles * 8;
 
 uint64_t SharePartialBytes(const spmmd_cuda_device& device, int tiles) {
-  return static_cast<uint64_t>(device.multiprocessors) * 2 * tiles * 512;
+  return static_cast<uint64_t>(device.multiprocessors) * kMaxPieces * tiles * 512;
 }
 
+// Plans are made once for each kind of launch: trying all cuts takes longer than a launch.
 SlabPlan PlanFor(const spmmd_cuda_layer& layer, int64_t row_blocks, int tiles) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
-  return MakePlan(*layer.device, row_blocks, CeilDiv(layer.k, chunk_cols), tiles, chunk_cols,
-                  layer.params[bitmap_gpu::kParamMaxChunkBytes]);
+  static std::mutex mutex;
+  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int, int64_t>, SlabPlan>();
+  const std::tuple key(layer.device->index, row_blocks, CeilDiv(layer.k, chunk_cols), tiles, chunk_cols,
+                       layer.params[bitmap_gpu::kParamMaxChunkBytes]);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = plans->find(key); found != plans->end()) return found->second;
+  return (*plans)[key] = MakePlan(*layer.device, row_blocks, CeilDiv(layer.k, chunk_cols), tiles, chunk_cols,
+                                  layer.params[bitmap_gpu::kParamMaxChunkBytes]);
 }
 
 Status CanImplement(const spmmd_cuda_layer& /*layer*/, const Call& /*call*/) { return {}; }
@@ -554,6 +670,13 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, int64_t first
   config.attrs = &attribute;
   config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
   SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p));
+  if (p.plan.splits > 1) {
+    config.gridDim = dim3(static_cast<unsigned>(CeilDiv(int64_t{p.plan.row_blocks} * tiles, 8)));
+    config.blockDim = dim3(256);
+    config.dynamicSmemBytes = 0;
+    config.numAttrs = 1;
+    SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, FindFinish(tiles), p));
+  }
   return {};
 }
 

@@ -1,0 +1,629 @@
+// SpMM for 9 to 64 tokens a launch: BITMAP_GPU weights decoded straight into the register operand of wgmma, X by TMA.
+//
+// Work. A tile is `height` x 64 rows of W; a CTA (one an SM) has four warpgroups that decode and multiply, `height` of
+// them along M and 4 / height along K, and a fifth that feeds X. A unit is one chunk a warp: a tile's rows times
+// 4 / height chunks of K. Tiles left over by whole rounds come first, cut along K into equal shares; then each CTA
+// takes whole tiles. Each warp fetches its own chunks through a private ring of bulk copies, one barrier a chunk.
+// X passes through a ring of 64-column boxes in shared memory, 128-byte swizzled, as wgmma wants its B operand.
+//
+// Reduction. Warpgroups along K add up in shared memory in a fixed order. Leftover tiles leave partial sums in the
+// workspace, which a second small kernel, launched early, adds up in a fixed order.
+//
+// Bytes an element: the format's, plus partial sums of the leftovers. Instructions an element: about 5.
+// Limiter: memory at 50 % sparsity and N <= 32; shared memory (decoding, and wgmma reading X again for every 64 rows)
+// from N = 64 or 60 % on.
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+
+#include "kernels/cuda/bitmap_decode.cuh"
+#include "kernels/cuda/elementwise.h"
+#include "kernels/cuda/epilogue.cuh"
+#include "kernels/cuda/internal.h"
+#include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/wgmma.cuh"
+#include "kernels/format/bitmap_gpu_layout.h"
+
+namespace spmmd::cuda {
+namespace {
+
+constexpr int kGroups = 4;  // consumer warpgroups
+constexpr int kWarps = kGroups * 4;
+constexpr int kThreads = (kGroups + 1) * 128;
+constexpr int kMaxStages = 4;
+constexpr int kMaxBoxes = 16;  // of all X rings together
+constexpr int kMaxPieces = 4;  // leftover tiles of which a CTA may have a share
+constexpr int kBoxCols = 64;
+constexpr int kDynamicAlignment = 1024;
+constexpr int kConsumerRegisters = 112;
+constexpr int kProducerRegisters = 32;
+constexpr int kStepsPerCommit = 2;
+
+// How a launch is cut; the same numbers on host and device.
+struct TilePlan {
+  int row_blocks;
+  int col_blocks;
+  int height;  // warpgroups along M: 1, 2 or 4
+  int units;   // of a tile
+  int ctas;
+  int rounds;     // whole tiles a CTA
+  int leftovers;  // tiles behind the rounds, shared by all CTAs
+  int stages;     // chunks in flight a warp
+  int boxes;      // of one X ring; there are 4 / height rings
+
+  __host__ __device__ int depth() const { return kGroups / height; }
+  __host__ __device__ int FirstLeftover() const { return rounds * ctas; }
+  // CTAs that take part in the leftovers: each gets at least one unit.
+  __host__ __device__ int Sharers() const {
+    const int64_t all = static_cast<int64_t>(leftovers) * units;
+    return all < ctas ? static_cast<int>(all) : ctas;
+  }
+  // First leftover unit of sharer c; leftover units are numbered tile by tile.
+  __host__ __device__ int ShareBegin(int c) const {
+    return static_cast<int>(static_cast<int64_t>(leftovers) * units * c / Sharers());
+  }
+};
+
+struct TileParams {
+  TilePlan plan;
+  const uint8_t* chunks;
+  const uint32_t* offsets;
+  int tokens;
+  int m;
+  int stage_bytes;
+  float4* partials;  // [CTA][kMaxPieces][row block of the tile][token tile][lane]
+  Epilogue epilogue;
+};
+
+// A CTA's units in order: its share of the leftovers, then whole tiles.
+class Walk {
+ public:
+  __device__ __forceinline__ Walk(const TilePlan& plan, int cta) : plan_(plan), cta_(cta) {
+    if (plan.leftovers > 0 && cta < plan.Sharers()) {
+      const int begin = plan.ShareBegin(cta);
+      left_ = plan.ShareBegin(cta + 1) - begin;
+      const int leftover = begin / plan.units;
+      tile_ = plan.FirstLeftover() + leftover;
+      unit_ = begin - leftover * plan.units;
+    }
+    if (left_ == 0) StartRound(0);
+  }
+
+  __device__ bool done() const { return done_; }
+  __device__ int tile() const { return tile_; }
+  __device__ int unit() const { return unit_; }
+  __device__ bool leftover() const { return left_ > 0; }
+  __device__ int piece() const { return piece_; }  // number of the leftover tile within the CTA
+  // True when the unit after this one belongs to another sum.
+  __device__ __forceinline__ bool EndsSegment() const { return unit_ + 1 == plan_.units || left_ == 1; }
+  __device__ __forceinline__ void Next() {
+    const bool ends_tile = ++unit_ == plan_.units;
+    if (left_ > 0) {
+      if (--left_ == 0) {
+        StartRound(0);
+      } else if (ends_tile) {
+        unit_ = 0;
+        ++tile_;
+        ++piece_;
+      }
+    } else if (ends_tile) {
+      StartRound(round_ + 1);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void StartRound(int round) {
+    round_ = round;
+    unit_ = 0;
+    tile_ = round * plan_.ctas + cta_;
+    done_ = round >= plan_.rounds;
+  }
+
+  const TilePlan& plan_;
+  int cta_;
+  int tile_ = 0, unit_ = 0, left_ = 0, piece_ = 0, round_ = 0;
+  bool done_ = false;
+};
+
+struct TileShared {
+  uint64_t chunk_full[kWarps * kMaxStages];
+  uint64_t box_full[kMaxBoxes];
+  uint64_t box_empty[kMaxBoxes];
+};
+
+template <int kTokens>
+constexpr int BoxBytes() {
+  return kTokens * kBoxCols * 2;
+}
+
+// Shared memory behind the chunk stages: accumulators on their way between warps, kTokens / 8 x 512 bytes a slot. One
+// slot a warp along K beyond the first, and 512 bytes a warp for turning fragments into rows.
+template <int kTokens>
+constexpr int SlotBytes() {
+  return kTokens / 8 * 512;
+}
+
+// A chunk into a stage. One that is not there (begin == end) completes its barrier at once, so that every unit does.
+__device__ __forceinline__ void FetchChunk(const TileParams& p, uint32_t begin, uint32_t end, uint32_t to,
+                                           uint32_t full) {
+  if (begin == end) {
+    BarrierArrive(full);
+    return;
+  }
+  BarrierArriveExpect(full, (end - begin) * 16);
+  BulkLoad(to, p.chunks + uint64_t{begin} * 16, (end - begin) * 16, full);
+}
+
+template <bool kIsBf16, int kTokens, int kChunkCols>
+__global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ CUtensorMap x_map,
+                                                        const __grid_constant__ TileParams p) {
+  constexpr int kTiles = kTokens / 8;
+  constexpr int kBoxesPerChunk = kChunkCols / kBoxCols;
+  constexpr int kSteps = ChunkDecoder<kChunkCols>::kSteps;
+  extern __shared__ __align__(kDynamicAlignment) uint8_t dynamic[];
+  __shared__ TileShared shared;
+  const TilePlan& plan = p.plan;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int cta = static_cast<int>(blockIdx.x);
+  const int depth = plan.depth();
+  const int boxes = plan.boxes;
+  const uint32_t x_shared = SharedAddress(dynamic);
+  uint8_t* const stages_begin = dynamic + depth * boxes * BoxBytes<kTokens>();
+  TriggerDependents();
+
+  if (threadIdx.x == kWarps * 32) {
+    PrefetchTensorMap(&x_map);
+    for (int i = 0; i < depth * boxes; ++i) {
+      BarrierInit(SharedAddress(shared.box_full + i), 1);
+      BarrierInit(SharedAddress(shared.box_empty + i), static_cast<uint32_t>(plan.height * 4));
+    }
+    BarrierInitFence();
+  }
+
+  // Consumers: warpgroup g takes row group g % height of the tile and chunk g / height of the unit.
+  const int group = warp / 4;
+  const int group_row = group % plan.height;
+  const int group_col = group / plan.height;
+  const int row_block_in_tile = group_row * 4 + warp % 4;
+  const uint32_t stage0 = SharedAddress(stages_begin) + static_cast<uint32_t>(warp * plan.stages * p.stage_bytes);
+  const uint32_t full0 = SharedAddress(shared.chunk_full) + static_cast<uint32_t>(warp * plan.stages * 8);
+  // The chunk of this warp in a unit, or -1 where the matrix has none.
+  const auto chunk_at = [&](const Walk& walk) -> int64_t {
+    const int block = walk.tile() * plan.height * 4 + row_block_in_tile;
+    const int col = walk.unit() * depth + group_col;
+    return block < plan.row_blocks && col < plan.col_blocks ? static_cast<int64_t>(block) * plan.col_blocks + col : -1;
+  };
+  Walk ahead(plan, cta);
+  if (warp < kWarps) {
+    // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches chunk s.
+    int units = 0;
+    uint32_t begin = 0;
+    uint32_t end = 0;
+    for (; units < plan.stages && !ahead.done(); ++units, ahead.Next()) {
+      const int64_t chunk = chunk_at(ahead);
+      if (lane == units && chunk >= 0) {
+        begin = __ldg(p.offsets + chunk);
+        end = __ldg(p.offsets + chunk + 1);
+      }
+    }
+    if (lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
+    BarrierInitFence();
+    __syncwarp();
+    if (lane < units) {
+      FetchChunk(p, begin, end, stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
+    }
+  }
+  __syncthreads();
+
+  if (warp >= kWarps) {
+    ShrinkRegisters<kProducerRegisters>();
+    if (warp == kWarps && ElectOne()) {
+      WaitForPrerequisites();
+      int slot = 0;
+      uint32_t parity = 1;
+      for (Walk walk(plan, cta); !walk.done(); walk.Next()) {
+#pragma unroll 1
+        for (int box = 0; box < kBoxesPerChunk; ++box) {
+          for (int ring = 0; ring < depth; ++ring) {
+            const int at = ring * boxes + slot;
+            const uint32_t full = SharedAddress(shared.box_full + at);
+            BarrierWait(SharedAddress(shared.box_empty + at), parity);
+            BarrierArriveExpect(full, BoxBytes<kTokens>());
+            TensorLoad2d(x_shared + static_cast<uint32_t>(at * BoxBytes<kTokens>()), &x_map,
+                         (walk.unit() * depth + ring) * kChunkCols + box * kBoxCols, 0, full);
+          }
+          if (++slot == boxes) {
+            slot = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    }
+    return;
+  }
+
+  GrowRegisters<kConsumerRegisters>();
+  const uint32_t box_full = SharedAddress(shared.box_full + group_col * boxes);
+  const uint32_t box_empty = SharedAddress(shared.box_empty + group_col * boxes);
+  const uint32_t x_low = WgmmaLowWord(x_shared + static_cast<uint32_t>(group_col * boxes * BoxBytes<kTokens>()));
+  uint8_t* const exchange = stages_begin + kWarps * plan.stages * p.stage_bytes;
+  float4* const turn =
+      reinterpret_cast<float4*>(exchange + (depth - 1) * plan.height * 4 * SlotBytes<kTokens>()) + warp * 32;
+  uint32_t a[2][kStepsPerCommit][4];
+  int stage = 0;
+  uint32_t stage_parity = 0;
+  int slot = 0;
+  int used_slot = -1;  // whose wgmmas are done once the current batch is the only one running
+  uint32_t slot_parity = 0;
+  Walk walk(plan, cta);
+#pragma unroll 1
+  while (!walk.done()) {
+    float sum[kTokens / 2];
+#pragma unroll
+    for (float& v : sum) v = 0.f;
+    const int tile = walk.tile();
+    const bool leftover = walk.leftover();
+    const int piece = walk.piece();
+    bool ends = false;
+#pragma unroll 1
+    while (!ends) {
+      // The offsets of the chunk that will refill this stage arrive while it is being decoded.
+      const bool refill = !ahead.done();
+      uint32_t next_begin = 0;
+      uint32_t next_end = 0;
+      if (refill) {
+        if (const int64_t next = chunk_at(ahead); next >= 0) {
+          next_begin = __ldg(p.offsets + next);
+          next_end = __ldg(p.offsets + next + 1);
+        }
+        ahead.Next();
+      }
+      const bool present = chunk_at(walk) >= 0;
+      const uint32_t chunk = stage0 + static_cast<uint32_t>(stage * p.stage_bytes);
+      const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
+      BarrierWait(full, stage_parity);
+      ChunkDecoder<kChunkCols> decoder(chunk, lane, present);
+#pragma unroll
+      for (int step = 0; step < kSteps; step += kStepsPerCommit) {
+        uint32_t(&set)[kStepsPerCommit][4] = a[step / kStepsPerCommit % 2];
+#pragma unroll
+        for (int i = 0; i < kStepsPerCommit; ++i) decoder.Step(step + i, set[i]);
+        if (step % 4 == 0) BarrierWait(box_full + static_cast<uint32_t>(slot * 8), slot_parity);
+        const uint32_t low = x_low + static_cast<uint32_t>(slot * (BoxBytes<kTokens>() / 16) + step % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < kStepsPerCommit; ++i) WgmmaPin(set[i]);
+        WgmmaFence();
+#pragma unroll
+        for (int i = 0; i < kStepsPerCommit; ++i) {
+          Wgmma<kTokens, kIsBf16>(sum, set[i], WgmmaDescriptor(low + static_cast<uint32_t>(i * 2)));
+        }
+        WgmmaCommit();
+        WgmmaWait<1>();
+        if (step % 4 == 0) {
+          if (used_slot >= 0 && lane == 0) BarrierArrive(box_empty + static_cast<uint32_t>(used_slot * 8));
+          used_slot = slot;
+        }
+        if (step % 4 == 4 - kStepsPerCommit && ++slot == boxes) {
+          slot = 0;
+          slot_parity ^= 1;
+        }
+      }
+      __syncwarp();  // every lane is done with the stage
+      if (refill && ElectOne()) FetchChunk(p, next_begin, next_end, chunk, full);
+      if (++stage == plan.stages) {
+        stage = 0;
+        stage_parity ^= 1;
+      }
+      ends = walk.EndsSegment();
+      walk.Next();
+    }
+    WgmmaWait<0>();
+#pragma unroll
+    for (float& v : sum) WgmmaPin(v);
+
+    // Along K: the first warpgroup of each row adds up the others.
+    if (depth > 1) {
+      NamedBarrier(1 + group_row, depth * 128);
+      if (group_col > 0) {
+        float4* to = reinterpret_cast<float4*>(exchange + ((group_col - 1) * plan.height * 4 + row_block_in_tile) *
+                                                              SlotBytes<kTokens>()) +
+                     lane;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          to[t * 32] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
+        }
+      }
+      NamedBarrier(1 + group_row, depth * 128);
+      if (group_col > 0) continue;
+      for (int from = 0; from < depth - 1; ++from) {
+        const float4* part = reinterpret_cast<const float4*>(exchange + (from * plan.height * 4 + row_block_in_tile) *
+                                                                            SlotBytes<kTokens>()) +
+                             lane;
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          const float4 v = part[t * 32];
+          sum[t * 4] += v.x;
+          sum[t * 4 + 1] += v.y;
+          sum[t * 4 + 2] += v.z;
+          sum[t * 4 + 3] += v.w;
+        }
+      }
+    }
+    const int block = tile * plan.height * 4 + row_block_in_tile;
+    float4* const partial =
+        p.partials +
+        ((static_cast<int64_t>(cta) * kMaxPieces + piece) * plan.height * 4 + row_block_in_tile) * kTiles * 32;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      __syncwarp();
+      turn[lane] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
+      __syncwarp();
+      const float4 quad = LoadQuad(reinterpret_cast<const float*>(turn) + QuadOffset(lane));
+      if (leftover) {
+        __stcg(partial + t * 32 + lane, quad);
+      } else {
+        StoreTileQuad(p.epilogue, p.tokens, p.m, block, t, lane, quad);
+      }
+    }
+  }
+}
+
+// Adds up the shares of the leftover tiles: one warp a row block and token tile.
+template <int kTokens>
+__global__ __launch_bounds__(256) void TileFinish(const __grid_constant__ TileParams p) {
+  constexpr int kTiles = kTokens / 8;
+  const TilePlan& plan = p.plan;
+  TriggerDependents();
+  const int item = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int blocks = plan.height * 4;
+  const int tile = item % kTiles;
+  const int block = item / kTiles % blocks;
+  const int leftover = item / kTiles / blocks;
+  // CTAs whose share meets the tile.
+  const int64_t all = static_cast<int64_t>(plan.leftovers) * plan.units;
+  const int64_t sharers = plan.Sharers();
+  const auto first =
+      static_cast<int>(((static_cast<int64_t>(leftover) * plan.units + 1) * sharers + all - 1) / all - 1);
+  const auto last = static_cast<int>((static_cast<int64_t>(leftover + 1) * plan.units * sharers + all - 1) / all - 1);
+  WaitForPrerequisites();
+  if (leftover >= plan.leftovers) return;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+  for (int cta = first; cta <= last; ++cta) {
+    const int piece = leftover - plan.ShareBegin(cta) / plan.units;
+    const int64_t slot = (static_cast<int64_t>(cta) * kMaxPieces + piece) * blocks + block;
+    AddQuad(sum, __ldcg(p.partials + (slot * kTiles + tile) * 32 + lane));
+  }
+  StoreTileQuad(p.epilogue, p.tokens, p.m, (plan.FirstLeftover() + leftover) * blocks + block, tile, lane, sum);
+}
+
+// ---- host
+
+using TileKernel = void (*)(CUtensorMap, TileParams);
+using FinishKernel = void (*)(TileParams);
+
+template <bool kIsBf16, int kChunkCols>
+TileKernel KernelForTokens(int tokens) {
+  return tokens == 16   ? SpmmTile<kIsBf16, 16, kChunkCols>
+         : tokens == 32 ? SpmmTile<kIsBf16, 32, kChunkCols>
+                        : SpmmTile<kIsBf16, 64, kChunkCols>;
+}
+
+TileKernel FindKernel(bool is_bf16, int tokens, int chunk_cols) {
+  if (is_bf16) return chunk_cols == 256 ? KernelForTokens<true, 256>(tokens) : KernelForTokens<true, 128>(tokens);
+  return chunk_cols == 256 ? KernelForTokens<false, 256>(tokens) : KernelForTokens<false, 128>(tokens);
+}
+
+FinishKernel FindFinish(int tokens) {
+  return tokens == 16 ? TileFinish<16> : tokens == 32 ? TileFinish<32> : TileFinish<64>;
+}
+
+constexpr int64_t kTokensPerLaunch = 64;
+
+int PaddedTokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
+
+int64_t SharedBytes(const TilePlan& plan, int tokens, int64_t stage_bytes) {
+  const int64_t box = int64_t{tokens} * kBoxCols * 2;
+  const int64_t slot = tokens / 8 * 512;
+  return plan.depth() * plan.boxes * box + kWarps * plan.stages * stage_bytes +
+         (plan.depth() - 1) * plan.height * 4 * slot + kWarps * 512;
+}
+
+int64_t MaxDynamicShared(const spmmd_cuda_device& device) {
+  constexpr int64_t kStatic = (sizeof(TileShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
+  return static_cast<int64_t>(device.max_shared_bytes) - kStatic;
+}
+
+// The cut with the lowest estimated time; ctas == 0 when the largest chunk leaves no room for any.
+TilePlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t col_blocks, int tokens,
+                  int64_t stage_bytes) {
+  constexpr double kBytesPerUsPerSm = 34e3;
+  constexpr double kPartialBytesPerUs = 4e6;
+  constexpr double kSecondKernelUs = 1.3;
+  constexpr double kTileUs = 0.5;
+  TilePlan best = {};
+  double best_us = 0;
+  for (const int height : {4, 2, 1}) {
+    TilePlan plan = {};
+    plan.row_blocks = static_cast<int>(row_blocks);
+    plan.col_blocks = static_cast<int>(col_blocks);
+    plan.height = height;
+    plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth()));
+    plan.stages = 2;
+    for (plan.boxes = kMaxBoxes / plan.depth(); plan.boxes >= 2; plan.boxes /= 2) {
+      if (SharedBytes(plan, tokens, stage_bytes) <= MaxDynamicShared(device)) break;
+    }
+    if (plan.boxes < 2) continue;
+    const int64_t tiles = CeilDiv(row_blocks, height * 4);
+    const int64_t most = device.multiprocessors;
+    // All SMs and shared leftovers, or as few CTAs as make the rounds even.
+    for (const int64_t ctas : {std::min(most, tiles * plan.units), CeilDiv(tiles, CeilDiv(tiles, most))}) {
+      plan.ctas = static_cast<int>(ctas);
+      plan.rounds = static_cast<int>(tiles / ctas);
+      plan.leftovers = static_cast<int>(tiles - plan.rounds * ctas);
+      const double units = static_cast<double>(plan.rounds) * plan.units +
+                           static_cast<double>(CeilDiv(int64_t{plan.leftovers} * plan.units, ctas));
+      double us = units * kWarps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm + kTileUs * (plan.rounds + 1);
+      if (plan.leftovers > 0) {
+        us += kSecondKernelUs +
+              static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
+      }
+      if (best.ctas == 0 || us < best_us) {
+        best = plan;
+        best_us = us;
+      }
+    }
+  }
+  return best;
+}
+
+// Plans are made once for each kind of launch.
+TilePlan PlanFor(const spmmd_cuda_layer& layer, int tokens) {
+  const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
+  const int64_t row_blocks = CeilDiv(layer.m, 16);
+  const int64_t col_blocks = CeilDiv(layer.k, chunk_cols);
+  const int64_t stage_bytes = layer.params[bitmap_gpu::kParamMaxChunkBytes];
+  static std::mutex mutex;
+  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int64_t>, TilePlan>();
+  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, stage_bytes);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = plans->find(key); found != plans->end()) return found->second;
+  return (*plans)[key] = MakePlan(*layer.device, row_blocks, col_blocks, tokens, stage_bytes);
+}
+
+uint64_t PartialBytes(const TilePlan& plan, int tokens) {
+  if (plan.leftovers == 0) return 0;
+  return static_cast<uint64_t>(plan.ctas) * kMaxPieces * plan.height * 4 * static_cast<uint64_t>(tokens / 8) * 512;
+}
+
+bool NeedsConversion(const spmmd_cuda_layer& layer, const Call& call) {
+  return call.x_dtype != layer.dtype || reinterpret_cast<uintptr_t>(call.x) % 16 != 0 ||
+         (call.n > 1 ? call.x_stride : 8) % 8 != 0;
+}
+
+uint64_t Pitch(const spmmd_cuda_layer& layer) { return RoundUp(static_cast<uint64_t>(layer.k), 8); }
+
+Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
+  for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
+    if (tokens > 0 && PlanFor(layer, PaddedTokens(tokens)).ctas == 0) {
+      return Unimplemented("spmm_tile: the layer's largest chunk leaves no shared memory for activations");
+    }
+  }
+  return {};
+}
+
+uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
+  uint64_t partials = 0;
+  for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
+    if (tokens == 0) continue;
+    const int padded = PaddedTokens(tokens);
+    partials = std::max(partials, PartialBytes(PlanFor(layer, padded), padded));
+  }
+  // Room for converted activations always: whether they are needed depends on pointers that may not be known yet.
+  return RoundUp(partials, 256) + static_cast<uint64_t>(call.n) * Pitch(layer) * 2;
+}
+
+Status EncodeActivations(const void* x, int64_t k, int64_t tokens, int64_t stride, int padded, bool is_bf16,
+                         CUtensorMap* map) {
+  static const auto encode = []() -> PFN_cuTensorMapEncodeTiled_v12000 {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result) !=
+            cudaSuccess ||
+        result != cudaDriverEntryPointSuccess) {
+      return nullptr;
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  if (encode == nullptr) return {SPMMD_CUDA_UNAVAILABLE, "the driver has no cuTensorMapEncodeTiled"};
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(tokens)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t box[2] = {kBoxCols, static_cast<cuuint32_t>(padded)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result =
+      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(x),
+             sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    return {SPMMD_CUDA_INTERNAL, "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result))};
+  }
+  return {};
+}
+
+Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x, int64_t x_stride, int64_t first_token,
+                  int64_t tokens, cudaStream_t stream) {
+  const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
+  const int padded = PaddedTokens(tokens);
+  const bool is_bf16 = layer.dtype == kBf16;
+  TileParams p = {};
+  p.plan = PlanFor(layer, padded);
+  p.chunks = layer.SectionData(bitmap_gpu::kChunkSection);
+  p.offsets = reinterpret_cast<const uint32_t*>(layer.SectionData(bitmap_gpu::kOffsetSection));
+  p.tokens = static_cast<int>(tokens);
+  p.m = static_cast<int>(layer.m);
+  p.stage_bytes = static_cast<int>(layer.params[bitmap_gpu::kParamMaxChunkBytes]);
+  p.partials = reinterpret_cast<float4*>(static_cast<uint8_t*>(call.workspace) + kCounterBytes);
+  p.epilogue = MakeEpilogue(call);
+  p.epilogue.y =
+      static_cast<uint8_t*>(call.y) + static_cast<uint64_t>(first_token * call.y_stride) * ElementSize(call.y_dtype);
+  CUtensorMap map;
+  SPMMD_CUDA_TRY(EncodeActivations(static_cast<const uint16_t*>(x) + first_token * x_stride, layer.k, tokens,
+                                   tokens == 1 ? static_cast<int64_t>(Pitch(layer)) : x_stride, padded, is_bf16, &map));
+
+  const TileKernel kernel = FindKernel(is_bf16, padded, chunk_cols);
+  const auto shared_bytes = static_cast<int>(SharedBytes(p.plan, padded, p.stage_bytes));
+  SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(p.plan.ctas));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
+  SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
+  if (p.plan.leftovers > 0) {
+    config.gridDim =
+        dim3(static_cast<unsigned>(CeilDiv(int64_t{p.plan.leftovers} * p.plan.height * 4 * (padded / 8), 8)));
+    config.blockDim = dim3(256);
+    config.dynamicSmemBytes = 0;
+    config.numAttrs = 1;
+    SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, FindFinish(padded), p));
+  }
+  return {};
+}
+
+Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream) {
+  const void* x = call.x;
+  int64_t x_stride = call.x_stride;
+  if (NeedsConversion(layer, call)) {
+    uint64_t offset = kCounterBytes;
+    const uint64_t pitch = Pitch(layer);
+    offset += ScratchBytes(layer, call) - static_cast<uint64_t>(call.n) * pitch * 2;
+    void* converted = static_cast<uint8_t*>(call.workspace) + offset;
+    SPMMD_CUDA_TRY(
+        LaunchConvertActivations(call, layer.k, layer.dtype, static_cast<int64_t>(pitch), converted, stream));
+    x = converted;
+    x_stride = static_cast<int64_t>(pitch);
+  }
+  for (int64_t token = 0; token < call.n; token += kTokensPerLaunch) {
+    SPMMD_CUDA_TRY(LaunchPart(layer, call, x, x_stride, token, std::min(call.n - token, kTokensPerLaunch), stream));
+  }
+  return {};
+}
+
+}  // namespace
+
+const Kernel kSpmmTile = {"spmm_tile", kFormatBitmapGpu, false, CanImplement, ScratchBytes, Launch};
+
+}  // namespace spmmd::cuda
