@@ -154,6 +154,10 @@ if [ -x "$unpacked/bin/spmm_bench" ]; then alone "$prefix/bin/spmm_bench" --help
 
 # --- Report.
 
-glibc=$(objdump -T "$unpacked"/bin/* "$unpacked"/lib/* 2>/dev/null | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1)
+newest_symbol() { objdump -T "${@:2}" 2>/dev/null | grep -o "$1_[0-9.]*" | sort -uV | tail -n 1 | cut -d_ -f2; }
+mapfile -t without_runtime < <(find "$unpacked/bin" "$unpacked/lib" -type f ! -name 'libstdc++.so.*' ! -name 'libgcc_s.so.*')
 echo "dist: $tarball, $((bytes / 1000000)) MB, $(find "$unpacked/lib" -type f | wc -l) libraries; tested in $where"
-echo "dist: needs glibc ${glibc#GLIBC_} or newer on x86-64 Linux$([ -e "$unpacked/lib/libspmmd_cuda.so" ] && echo ', and the NVIDIA driver and cuBLAS of the host for GPUs')"
+echo "dist: needs x86-64 Linux with glibc $(newest_symbol GLIBC "$unpacked"/bin/* "$unpacked"/lib/*) or newer;" \
+  "with lib/libstdc++.so.6 and lib/libgcc_s.so.1 deleted, glibc $(newest_symbol GLIBC "${without_runtime[@]}")" \
+  "and a libstdc++ that has GLIBCXX_$(newest_symbol GLIBCXX "${without_runtime[@]}")"
+if [ -e "$unpacked/lib/libspmmd_cuda.so" ]; then echo "dist: GPUs need the host's NVIDIA driver and CUDA libraries"; fi
