@@ -191,8 +191,8 @@ absl::Status Status(const Session& session, const std::string& server, absl::Dur
   absl::Status health = wait > absl::ZeroDuration() ? session.client->WaitUntilHealthy(wait)
                                                     : session.client->CheckHealth("", session.call);
   absl::StatusOr<v1::ServerInfoResponse> info = session.client->ServerInfo(session.call);
-  // A server that cannot be reached has nothing to show.
-  if (!info.ok()) return health.ok() ? info.status() : health;
+  // A server that cannot be reached has nothing to show, and this error says why better than a wait that ran out.
+  if (!info.ok()) return info.status();
   SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::Device> devices, session.client->DeviceInfo(session.call));
   if (session.json) {
     Json list = Json::array();

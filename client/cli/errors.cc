@@ -27,6 +27,9 @@ std::string HintFor(const absl::Status& status, const std::string& server) {
     case absl::StatusCode::kUnavailable:
       if (reason == "DRAINING") return "the server is shutting down";
       if (!reason.empty()) return "";
+      if (absl::StrContains(status.message(), "NOT_SERVING")) {
+        return "it is starting, draining or has lost a device: its log says which";
+      }
       if (const std::string message = absl::AsciiStrToLower(status.message());
           absl::StrContains(message, "ssl") || absl::StrContains(message, "handshak")) {
         return absl::StrCat("does the server at ", server, " use TLS, with a certificate that --tls-ca vouches for?");

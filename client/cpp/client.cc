@@ -1,5 +1,6 @@
 #include "client/cpp/client.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -258,13 +259,13 @@ absl::Status Client::WaitUntilHealthy(absl::Duration timeout) {
   constexpr absl::Duration kPause = absl::Milliseconds(50);
   const absl::Time deadline = absl::Now() + timeout;
   while (true) {
-    const absl::Time now = absl::Now();
-    absl::Status status =
-        CheckHealth("", {.timeout = std::max(deadline - now, absl::Milliseconds(1)), .wait_for_ready = true});
-    if (status.ok() || !absl::IsUnavailable(status)) return status;
-    if (absl::Now() + kPause > deadline) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("not healthy within ", absl::FormatDuration(timeout), ": ", status.message()));
+    const absl::Duration left = std::max(deadline - absl::Now(), absl::Milliseconds(1));
+    absl::Status status = CheckHealth("", {.timeout = left, .wait_for_ready = true});
+    const bool unreachable = absl::IsDeadlineExceeded(status);
+    if (!absl::IsUnavailable(status) && !unreachable) return status;
+    if (unreachable || absl::Now() + kPause > deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("not healthy within ", absl::FormatDuration(timeout), ": ",
+                                                      unreachable ? "no server answers" : status.message()));
     }
     absl::SleepFor(kPause);
   }

@@ -159,7 +159,9 @@ TEST_F(CallsTest, NobodyThereIsUnavailable) {
   auto client = Client::Connect("unix:/nonexistent/socket");
   ASSERT_TRUE(client.ok());
   EXPECT_EQ((*client)->ServerInfo().status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ((*client)->WaitUntilHealthy(absl::Milliseconds(100)).code(), absl::StatusCode::kDeadlineExceeded);
+  const absl::Status waited = (*client)->WaitUntilHealthy(absl::Milliseconds(100));
+  EXPECT_EQ(waited.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(waited.message()), HasSubstr("no server answers"));
 }
 
 TEST_F(CallsTest, HealthIsWaitedFor) {

@@ -99,7 +99,9 @@ def pruned(w, sparsity):
 
 
 def product(x, w, bias=None):
-    return [[math.fsum(a * b for a, b in zip(row, out)) + (bias[m] if bias else 0) for m, out in enumerate(w)] for row in x]
+    return [
+        [math.fsum(a * b for a, b in zip(row, out)) + (bias[m] if bias else 0) for m, out in enumerate(w)] for row in x
+    ]
 
 
 def gelu(v):
@@ -296,7 +298,9 @@ class Spmmctl(unittest.TestCase):
         )
         self.assert_close(self.multiply("up", self.x_file, "--ignore-bias")[2], product(self.x, self.w))
         self.fails(1, "several matrices.*up.weight", "register", "x", "--file", path)
-        self.fails(1, "no tensor 'down.weight'; it has other, up.weight", "register", "x", "--file", f"{path}:down.weight")
+        self.fails(
+            1, "no tensor 'down.weight'; it has other, up.weight", "register", "x", "--file", f"{path}:down.weight"
+        )
         self.fails(1, "--bias.*48 elements", "register", "x", "--file", f"{path}:up.weight", "--bias", self.w_file)
 
     def test_sparse_activations(self):
@@ -308,7 +312,9 @@ class Spmmctl(unittest.TestCase):
         self.assert_close(self.multiply("s", one_token, "--sparse-threshold", "0.8")[2], expected[:1])
         self.ctl("register", "t", "--file", self.w_file, "--prune", "magnitude:0.5", "--activation-threshold", "0.8")
         self.assert_close(self.multiply("t", self.x_file)[2], expected)
-        self.fails(2, "--sparse-threshold", "run", "s", "--input", self.x_file, "--output", "y", "--sparse-threshold=-1")
+        self.fails(
+            2, "--sparse-threshold", "run", "s", "--input", self.x_file, "--output", "y", "--sparse-threshold=-1"
+        )
 
     def test_n_of_m_pruning(self):
         layer = self.ctl("register", "nm", "--file", self.w_file, "--prune", "nm:2:4", "--json").json
@@ -414,7 +420,9 @@ class Spmmctl(unittest.TestCase):
     def test_wrong_requests(self):
         self.ctl("register", "ok", "--file", self.w_file)
         narrow = write_npy(self.directory / "narrow.npy", [[1.0] * 10])
-        refused = self.fails(1, "INVALID_ARGUMENT", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy")
+        refused = self.fails(
+            1, "INVALID_ARGUMENT", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy"
+        )
         self.assertRegex(refused.err, r"inputs\[0\].*10.*64.*\n.*spmmctl describe")
         for command in (["describe"], ["unregister"], ["pin"], ["unpin"], ["warm"], ["bench"]):
             self.fails(1, "NOT_FOUND.*\n.*spmmctl list", *command, "unknown")
@@ -424,18 +432,26 @@ class Spmmctl(unittest.TestCase):
         self.assertEqual(error["reason"], "LAYER_NOT_FOUND")
         self.assertIn("unknown", error["message"])
         field = json.loads(
-            self.fails(1, "INVALID_ARGUMENT", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy", "--json").err
+            self.fails(
+                1, "INVALID_ARGUMENT", "run", "ok", "--input", narrow, "--output", self.directory / "y.npy", "--json"
+            ).err
         )["error"]["fields"]
         self.assertEqual(len(field), 1)
         self.assertTrue(field[0]["field"])
 
     def test_no_server(self):
         address = f"unix:{self.directory}/nobody.sock"
-        for command in (["list"], ["status"], ["status", "--wait", "0.2"], ["describe", "x"], ["register", "x", "--file", self.w_file]):
+        for command in (
+            ["list"],
+            ["status"],
+            ["status", "--wait", "0.2"],
+            ["describe", "x"],
+            ["register", "x", "--file", self.w_file],
+        ):
             result = spmmctl(*command, server=address)
             self.assertEqual(result.code, 1, command)
             self.assertEqual(result.out, "")
-        self.assertIn(f"is spmmd running at {address}?", spmmctl("list", server=address).err)
+            self.assertIn(f"is spmmd running at {address}?", result.err)
 
     def test_server_from_the_environment(self):
         self.assertEqual(spmmctl("list", env={"SPMMD_SERVER": self.server.address}).code, 0)
@@ -453,7 +469,9 @@ class Secured(unittest.TestCase):
             check=True,
             capture_output=True,
         )
-        (directory / "tokens").write_text("admin right-token-of-sufficient-length\ndata data-token-of-sufficient-length\n")
+        (directory / "tokens").write_text(
+            "admin right-token-of-sufficient-length\ndata data-token-of-sufficient-length\n"
+        )
         for token in ("right", "data", "wrong"):
             (directory / token).write_text(f"{token}-token-of-sufficient-length\n")
         server = Server(
