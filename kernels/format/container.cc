@@ -22,7 +22,6 @@ static_assert(std::endian::native == std::endian::little, "files are little-endi
 constexpr char kMagic[8] = {'\x89', 'S', 'P', 'M', 'M', 'P', 'K', '\n'};
 constexpr uint32_t kContainerVersion = 1;
 constexpr size_t kPage = 4096;
-constexpr size_t kMaxHeaderBytes = size_t{2} << 20;
 
 struct FileHeader {
   char magic[8];
@@ -239,7 +238,7 @@ absl::Status WriteLayerFile(const std::string& path, const LayerFile& file) {
   return WriteFileAtomically(path, pieces);
 }
 
-absl::StatusOr<LayerFile> ParseLayerFile(absl::Span<const std::byte> bytes, std::shared_ptr<const void> owner) {
+absl::StatusOr<LayerFile> ParseLayerFile(absl::Span<const std::byte> bytes, const std::shared_ptr<const void>& owner) {
   if (reinterpret_cast<uintptr_t>(bytes.data()) % Buffer::kAlignment != 0) {
     return absl::InvalidArgumentError(absl::StrCat("bytes are not ", Buffer::kAlignment, "-byte aligned"));
   }

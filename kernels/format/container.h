@@ -70,7 +70,7 @@ absl::StatusOr<LayerFile> ReadLayerFile(const std::string& path);
 
 // As ReadLayerFile, on bytes in memory, which must be 64-byte aligned (INVALID_ARGUMENT otherwise) and live as long as
 // `owner`.
-absl::StatusOr<LayerFile> ParseLayerFile(absl::Span<const std::byte> bytes, std::shared_ptr<const void> owner);
+absl::StatusOr<LayerFile> ParseLayerFile(absl::Span<const std::byte> bytes, const std::shared_ptr<const void>& owner);
 
 }  // namespace spmmd
 
