@@ -115,9 +115,9 @@ constexpr int VectorsPerStep(int tokens) {
 
 constexpr int64_t kCursorCols = 128;  // columns whose cursors and mask lines stay in the L1 cache
 
-// Consecutive columns [first, first + count) when ids is null, else ids[0 : count].
 template <Decode kDecode, int kTokens>
-void AddRange(const BitmapBlock& block, const uint32_t* ids, int64_t first, int64_t count, const float* x, float* acc) {
+void AddRange(const ColumnRange& columns, const float* x, float* acc) {
+  const BitmapBlock& block = *columns.block;
   constexpr int kVectors = VectorsPerStep(kTokens);
   constexpr int kStepRows = kVectors * kLanes;
   static_assert(kGroupRows % kStepRows == 0);
@@ -125,12 +125,12 @@ void AddRange(const BitmapBlock& block, const uint32_t* ids, int64_t first, int6
   const auto* values = reinterpret_cast<const Stored<kDecode>*>(block.values);
   const int64_t groups = block.groups();
   const auto* masks = reinterpret_cast<const uint32_t*>(block.masks);
-  for (int64_t c0 = 0; c0 < count; c0 += kCursorCols) {
-    const int64_t cols = HWY_MIN(kCursorCols, count - c0);
+  for (int64_t c0 = 0; c0 < columns.count; c0 += kCursorCols) {
+    const int64_t cols = HWY_MIN(kCursorCols, columns.count - c0);
     uint64_t cursors[kCursorCols];
     const uint32_t* column_masks[kCursorCols];
     for (int64_t c = 0; c < cols; ++c) {
-      const int64_t column = ids == nullptr ? first + c0 + c : ids[c0 + c];
+      const int64_t column = columns.id(c0 + c);
       cursors[c] = block.piece_start(column);
       column_masks[c] = masks + column * groups;
     }
@@ -180,46 +180,25 @@ RowOrder RowOrderOfImpl(Decode decode) {
   return HWY_TARGET == HWY_AVX3_DL && decode != Decode::kF32 ? RowOrder::kEvenOdd : RowOrder::kNatural;
 }
 
-void SpmvRangeImpl(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, float* acc) {
+void SpmvRangeImpl(const ColumnRange& columns, const ColumnRange& next, Decode decode, const float* x, float* acc) {
+  (void)next;  // the hardware's own prefetching is enough for the slower targets
   switch (decode) {
 #if HWY_TARGET == HWY_AVX3_DL
     case Decode::kF16:
-      return SpmvRange16<Decode::kF16>(block, begin, end, x, acc);
+      return SpmvRange16<Decode::kF16>(columns, next, x, acc);
     case Decode::kF16Scaled:
-      return SpmvRange16<Decode::kF16Scaled>(block, begin, end, x, acc);
+      return SpmvRange16<Decode::kF16Scaled>(columns, next, x, acc);
     case Decode::kBf16:
-      return SpmvRange16<Decode::kBf16>(block, begin, end, x, acc);
+      return SpmvRange16<Decode::kBf16>(columns, next, x, acc);
 #else
     case Decode::kF16:
     case Decode::kF16Scaled:
-      return AddRange<Decode::kF16, 1>(block, nullptr, begin, end - begin, x, acc);
+      return AddRange<Decode::kF16, 1>(columns, x, acc);
     case Decode::kBf16:
-      return AddRange<Decode::kBf16, 1>(block, nullptr, begin, end - begin, x, acc);
+      return AddRange<Decode::kBf16, 1>(columns, x, acc);
 #endif
     case Decode::kF32:
-      return AddRange<Decode::kF32, 1>(block, nullptr, begin, end - begin, x, acc);
-  }
-}
-
-void SpmspvRangeImpl(const BitmapBlock& block, Decode decode, const uint32_t* columns, const float* x, int64_t count,
-                     float* acc) {
-  switch (decode) {
-#if HWY_TARGET == HWY_AVX3_DL
-    case Decode::kF16:
-      return SpmspvRange16<Decode::kF16>(block, columns, x, count, acc);
-    case Decode::kF16Scaled:
-      return SpmspvRange16<Decode::kF16Scaled>(block, columns, x, count, acc);
-    case Decode::kBf16:
-      return SpmspvRange16<Decode::kBf16>(block, columns, x, count, acc);
-#else
-    case Decode::kF16:
-    case Decode::kF16Scaled:
-      return AddRange<Decode::kF16, 1>(block, columns, 0, count, x, acc);
-    case Decode::kBf16:
-      return AddRange<Decode::kBf16, 1>(block, columns, 0, count, x, acc);
-#endif
-    case Decode::kF32:
-      return AddRange<Decode::kF32, 1>(block, columns, 0, count, x, acc);
+      return AddRange<Decode::kF32, 1>(columns, x, acc);
   }
 }
 
@@ -236,12 +215,12 @@ void SpmmTokens(const BitmapBlock& block, Decode decode, int64_t begin, int64_t 
 #else
     case Decode::kF16:
     case Decode::kF16Scaled:
-      return AddRange<Decode::kF16, kTokens>(block, nullptr, begin, end - begin, x, acc);
+      return AddRange<Decode::kF16, kTokens>({&block, nullptr, begin, end - begin}, x, acc);
     case Decode::kBf16:
-      return AddRange<Decode::kBf16, kTokens>(block, nullptr, begin, end - begin, x, acc);
+      return AddRange<Decode::kBf16, kTokens>({&block, nullptr, begin, end - begin}, x, acc);
 #endif
     case Decode::kF32:
-      return AddRange<Decode::kF32, kTokens>(block, nullptr, begin, end - begin, x, acc);
+      return AddRange<Decode::kF32, kTokens>({&block, nullptr, begin, end - begin}, x, acc);
   }
 }
 
@@ -249,7 +228,7 @@ void SpmmRangeImpl(const BitmapBlock& block, Decode decode, int64_t begin, int64
                    float* acc) {
   switch (tokens) {
     case 1:
-      return SpmvRangeImpl(block, decode, begin, end, x, acc);
+      return SpmvRangeImpl({&block, nullptr, begin, end - begin}, {}, decode, x, acc);
     case 2:
       return SpmmTokens<2>(block, decode, begin, end, x, acc);
     case 3:
@@ -278,7 +257,6 @@ namespace {
 HWY_EXPORT(HasScaledF16Impl);
 HWY_EXPORT(RowOrderOfImpl);
 HWY_EXPORT(SpmvRangeImpl);
-HWY_EXPORT(SpmspvRangeImpl);
 HWY_EXPORT(SpmmRangeImpl);
 }  // namespace
 
@@ -286,13 +264,8 @@ bool HasScaledF16() { return HWY_DYNAMIC_DISPATCH(HasScaledF16Impl)(); }
 
 RowOrder RowOrderOf(Decode decode) { return HWY_DYNAMIC_DISPATCH(RowOrderOfImpl)(decode); }
 
-void SpmvRange(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, float* acc) {
-  HWY_DYNAMIC_DISPATCH(SpmvRangeImpl)(block, decode, begin, end, x, acc);
-}
-
-void SpmspvRange(const BitmapBlock& block, Decode decode, const uint32_t* columns, const float* x, int64_t count,
-                 float* acc) {
-  HWY_DYNAMIC_DISPATCH(SpmspvRangeImpl)(block, decode, columns, x, count, acc);
+void SpmvRange(const ColumnRange& columns, const ColumnRange& next, Decode decode, const float* x, float* acc) {
+  HWY_DYNAMIC_DISPATCH(SpmvRangeImpl)(columns, next, decode, x, acc);
 }
 
 int TileTokens(int tokens) {

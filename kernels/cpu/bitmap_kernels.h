@@ -66,12 +66,19 @@ struct BitmapBlock {
   }
 };
 
-// acc[groups][kGroupRows] += W[block, begin:end] * x[0 : end - begin]. acc is 64-byte aligned.
-void SpmvRange(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, float* acc);
+// Columns of one block, all in one tile.
+struct ColumnRange {
+  const BitmapBlock* block = nullptr;
+  const uint32_t* ids = nullptr;  // ascending; null: first, first + 1, ...
+  int64_t first = 0;
+  int64_t count = 0;
 
-// acc[groups][kGroupRows] += sum over i < count of W[block, columns[i]] * x[i]. Columns ascend and lie within one tile.
-void SpmspvRange(const BitmapBlock& block, Decode decode, const uint32_t* columns, const float* x, int64_t count,
-                 float* acc);
+  int64_t id(int64_t i) const { return ids == nullptr ? first + i : ids[i]; }
+};
+
+// acc[groups][kGroupRows] += sum over i < columns.count of W[block, columns.id(i)] * x[i]. acc is 64-byte aligned.
+// `next` (block null: none) is what this thread will probably be asked for after that; its head is prefetched.
+void SpmvRange(const ColumnRange& columns, const ColumnRange& next, Decode decode, const float* x, float* acc);
 
 // Token counts that SpmmRange takes: the smallest that is >= tokens, for 1 <= tokens <= kMaxTileTokens.
 inline constexpr int kMaxTileTokens = 12;

@@ -3,7 +3,7 @@
 //
 // A step is 32 rows of one column: VPEXPANDW puts the packed values into their rows, two instructions widen the even
 // and the odd rows to fp32 where they are, two fused multiply-adds add them to the sums with x[k] broadcast. Zen 4
-// takes 4.1 cycles a step for bf16 and 5.2 for fp16 when data is in its caches, which keeps two cores at their memory
+// takes 4.6 cycles a step for bf16 and 5.5 for fp16 when data is in its caches, which keeps two cores at their memory
 // bandwidth.
 //
 // What makes it fast, each found by measurement:
@@ -11,13 +11,18 @@
 //   multiply-adds in the scheduler, and a step takes twice as long. KeepHere() stops the compiler from mixing them
 //   again.
 // - The sums of a group are loaded and stored once per eight columns.
-// - Values are prefetched into L2 two column groups ahead. Prefetching into L1 wakes the hardware prefetchers, which on
-//   SpMspV fetch the skipped columns as well.
+// - SpMV passes over 1024 rows of eight columns at a time, whose 4 KiB of sums stay in the L1 cache. Meanwhile exactly
+// the
+//   lines of the next eight columns are prefetched into L2. Prefetching into L1 wakes the hardware prefetchers, which
+//   on SpMspV fetch the skipped columns as well.
+// What bounds a step are the four 256-bit FP pipes: expansion, widening and multiply-adds take 16 (bf16) or 19 (fp16)
+// of their slots.
 #ifndef HWY_TARGET
 #error "Include from bitmap_kernels.cc"
 #endif
 
 constexpr int64_t kColumnsAtOnce = 8;
+constexpr int64_t kPassStrips = 16;
 constexpr int64_t kFullStrips = bitmap::kStripsPerTile;
 
 // Names each of eight columns' registers; arrays would go through memory.
@@ -50,70 +55,75 @@ HWY_INLINE EvenOdd Widen(__m512i v) {
 
 HWY_INLINE void PrefetchToL2(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T1); }
 
-// What EightColumns prefetches while it works: during strip s, `lines(s)` cache lines from values(s), one from
-// masks(s).
-struct NoPrefetch {
-  HWY_INLINE void Strip(int64_t /*s*/) {}
-};
+HWY_INLINE const uint16_t* Piece(const BitmapBlock& block, int64_t column) {
+  return reinterpret_cast<const uint16_t*>(block.values) + block.piece_start(column);
+}
 
-// Consecutive columns: their values and masks are consecutive too.
-struct PrefetchConsecutive {
-  const char* values;
-  const char* masks;
-  int64_t lines;
-
-  PrefetchConsecutive(const BitmapBlock& block, int64_t begin, int64_t end) {
-    const uint64_t from = block.piece_start(begin);
-    const auto bytes = static_cast<int64_t>((block.piece_end(end - 1) - from) * sizeof(uint16_t));
-    values = reinterpret_cast<const char*>(block.values) + from * sizeof(uint16_t);
-    masks = reinterpret_cast<const char*>(block.masks + begin * block.strips);
-    lines = (bytes + 64 * block.strips - 1) / (64 * block.strips);
-  }
-  HWY_INLINE void Strip(int64_t /*s*/) {
-    for (int64_t i = 0; i < lines; ++i, values += 64) PrefetchToL2(values);
-    PrefetchToL2(masks);
-    masks += 64;
-  }
-};
-
-// Listed columns: each is fetched during two strips.
-struct PrefetchListed {
-  const char* values[kColumnsAtOnce];
-  const char* masks[kColumnsAtOnce];
-  int64_t lines[kColumnsAtOnce];
-
-  PrefetchListed(const BitmapBlock& block, const uint32_t* columns, int64_t count) {
-    for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
-      const int64_t column = columns[j < count ? j : count - 1];
-      const uint64_t from = block.piece_start(column);
-      const auto bytes = static_cast<int64_t>((block.piece_end(column) - from) * sizeof(uint16_t));
-      values[j] = reinterpret_cast<const char*>(block.values) + from * sizeof(uint16_t);
-      masks[j] = reinterpret_cast<const char*>(block.masks + column * block.strips);
-      lines[j] = (bytes + 127) / 128;
+// Fetches the pieces and masks of up to eight columns, spread evenly over a number of steps.
+class Prefetcher {
+ public:
+  // The first columns of `range` from `begin` on.
+  Prefetcher(const ColumnRange& range, int64_t begin, int64_t steps) {
+    count_ = range.block == nullptr ? 0 : HWY_MIN(kColumnsAtOnce, range.count - begin);
+    if (count_ <= 0) return;
+    const BitmapBlock& block = *range.block;
+    steps_per_column_ = HWY_MAX(steps / count_, 1);
+    const int64_t mask_lines = (block.strips * static_cast<int64_t>(sizeof(uint64_t)) + 63) / 64;
+    mask_bytes_ = (mask_lines + steps_per_column_ - 1) / steps_per_column_ * 64;
+    for (int64_t j = 0; j < count_; ++j) {
+      const int64_t column = range.id(begin + j);
+      Column& to = columns_[j];
+      to.values = reinterpret_cast<const char*>(Piece(block, column));
+      to.end = reinterpret_cast<const char*>(block.values) + block.piece_end(column) * sizeof(uint16_t);
+      to.masks = reinterpret_cast<const char*>(block.masks + column * block.strips);
+      to.masks_end = to.masks + mask_lines * 64;
+      const int64_t lines = (to.end - to.values + 127) / 64;
+      to.bytes = (lines + steps_per_column_ - 1) / steps_per_column_ * 64;
     }
   }
-  HWY_INLINE void Strip(int64_t s) {
-    const int64_t j = s / 2;
-    const int64_t second = s % 2;
-    const char* from = values[j] + second * lines[j] * 64;
-    for (int64_t i = 0; i < lines[j]; ++i) PrefetchToL2(from + 64 * i);
-    PrefetchToL2(masks[j] + second * 64);
+
+  HWY_INLINE void Step() {
+    if (current_ >= count_) return;
+    Column& column = columns_[current_];
+    const char* const end = HWY_MIN(column.values + column.bytes, column.end);
+    for (; column.values < end; column.values += 64) PrefetchToL2(column.values);
+    const char* const masks_end = HWY_MIN(column.masks + mask_bytes_, column.masks_end);
+    for (; column.masks < masks_end; column.masks += 64) PrefetchToL2(column.masks);
+    if (++step_ == steps_per_column_) {
+      step_ = 0;
+      ++current_;
+    }
   }
+
+ private:
+  struct Column {
+    const char* values;
+    const char* end;
+    const char* masks;
+    const char* masks_end;
+    int64_t bytes;  // a step
+  };
+  Column columns_[kColumnsAtOnce];
+  int64_t count_ = 0;
+  int64_t steps_per_column_ = 1;
+  int64_t mask_bytes_ = 0;
+  int64_t current_ = 0;
+  int64_t step_ = 0;
 };
 
-// Adds eight columns to the sums of `strips` strips. masks: [8][kFullStrips].
-template <Decode kDecode, class Prefetch>
-HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t* const* pieces, const float* x,
-                             int64_t strips, Prefetch prefetch, float* HWY_RESTRICT acc) {
+// Adds eight columns to the sums of `strips` strips and advances their pieces. masks: [8][kStride].
+template <Decode kDecode, int64_t kStride>
+HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t** pieces, const float* x,
+                             int64_t strips, Prefetcher& prefetcher, float* HWY_RESTRICT acc) {
 #define SPMMD_DECLARE(j)                \
   const uint16_t* piece##j = pieces[j]; \
   const __m512 x##j = _mm512_set1_ps(x[j]);
   SPMMD_EIGHT(SPMMD_DECLARE)
 #undef SPMMD_DECLARE
   for (int64_t s = 0; s < strips; ++s) {
-    prefetch.Strip(s);
+    prefetcher.Step();
 #define SPMMD_EXPAND(j)                                                                    \
-  const uint64_t mask##j = masks[j * kFullStrips + s];                                     \
+  const uint64_t mask##j = masks[j * kStride + s];                                         \
   const auto low_mask##j = static_cast<uint32_t>(mask##j);                                 \
   const auto high_mask##j = static_cast<uint32_t>(mask##j >> 32);                          \
   __m512i low##j = _mm512_maskz_expand_epi16(low_mask##j, _mm512_loadu_si512(piece##j));   \
@@ -143,77 +153,51 @@ HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t*
     _mm512_store_ps(acc + 48, sum3);
     acc += bitmap::kStripRows;
   }
+#define SPMMD_SAVE(j) pieces[j] = piece##j;
+  SPMMD_EIGHT(SPMMD_SAVE)
+#undef SPMMD_SAVE
 }
 #undef SPMMD_EIGHT
 
-HWY_INLINE const uint16_t* Piece(const BitmapBlock& block, int64_t column) {
-  return reinterpret_cast<const uint16_t*>(block.values) + block.piece_start(column);
-}
-
-// Up to eight columns whose masks are not [8][kFullStrips] in memory: copied to where they are. Columns beyond `count`
-// get empty masks.
-struct GatheredColumns {
-  alignas(64) uint64_t masks[kColumnsAtOnce * kFullStrips];
-  const uint16_t* pieces[kColumnsAtOnce];
-  float x[kColumnsAtOnce];
-
-  HWY_INLINE void Set(const BitmapBlock& block, int64_t j, int64_t column, float value) {
-    const uint64_t* from = block.masks + column * block.strips;
-    if (block.strips == kFullStrips) {
-      for (int64_t s = 0; s < kFullStrips; s += 8) {
-        _mm512_store_si512(masks + j * kFullStrips + s, _mm512_loadu_si512(from + s));
+template <Decode kDecode>
+void SpmvRange16(const ColumnRange& range, const ColumnRange& next, const float* x, float* acc) {
+  const BitmapBlock& block = *range.block;
+  // The masks of one pass, where they are not kFullStrips apart in memory or fewer than eight.
+  alignas(64) uint64_t gathered[kColumnsAtOnce * kPassStrips];
+  for (int64_t c0 = 0; c0 < range.count; c0 += kColumnsAtOnce) {
+    const int64_t cols = HWY_MIN(kColumnsAtOnce, range.count - c0);
+    // Columns beyond `cols` have empty masks below, and any piece will do.
+    const uint16_t* pieces[kColumnsAtOnce];
+    float column_x[kColumnsAtOnce];
+    for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
+      pieces[j] = Piece(block, range.id(c0 + HWY_MIN(j, cols - 1)));
+      column_x[j] = j < cols ? x[c0 + j] : 0.0f;
+    }
+    const bool more = c0 + cols < range.count;
+    Prefetcher prefetcher(more ? range : next, more ? c0 + cols : 0, block.strips);
+    for (int64_t strip = 0; strip < block.strips; strip += kPassStrips) {
+      const int64_t strips = HWY_MIN(kPassStrips, block.strips - strip);
+      float* pass_acc = acc + strip * bitmap::kStripRows;
+      if (range.ids == nullptr && block.strips == kFullStrips && cols == kColumnsAtOnce) {
+        const uint64_t* masks = block.masks + (range.first + c0) * kFullStrips + strip;
+        EightColumns<kDecode, kFullStrips>(masks, pieces, column_x, strips, prefetcher, pass_acc);
+        continue;
       }
-    } else {
-      for (int64_t s = 0; s < block.strips; ++s) masks[j * kFullStrips + s] = from[s];
-    }
-    pieces[j] = Piece(block, column);
-    x[j] = value;
-  }
-  HWY_INLINE void ClearFrom(int64_t count) {
-    for (int64_t j = count; j < kColumnsAtOnce; ++j) {
-      for (int64_t s = 0; s < kFullStrips; ++s) masks[j * kFullStrips + s] = 0;
-      pieces[j] = pieces[0];
-      x[j] = 0.0f;
-    }
-  }
-};
-
-// Distance of the prefetches: two groups of eight columns, about 16 KiB of values at 50 %.
-constexpr int64_t kPrefetchColumns = 2 * kColumnsAtOnce;
-
-template <Decode kDecode>
-void SpmvRange16(const BitmapBlock& block, int64_t begin, int64_t end, const float* x, float* acc) {
-  for (int64_t c = begin; c < end; c += kColumnsAtOnce) {
-    const int64_t count = HWY_MIN(kColumnsAtOnce, end - c);
-    if (count == kColumnsAtOnce && block.strips == kFullStrips) {
-      const uint16_t* pieces[kColumnsAtOnce];
-      for (int64_t j = 0; j < kColumnsAtOnce; ++j) pieces[j] = Piece(block, c + j);
-      // Beyond `end` too: whoever works there next finds it in the shared cache at least.
-      const int64_t ahead = HWY_MIN(c + kPrefetchColumns, block.k - 1);
-      const PrefetchConsecutive prefetch(block, ahead, HWY_MIN(ahead + kColumnsAtOnce, block.k));
-      EightColumns<kDecode>(block.masks + c * kFullStrips, pieces, x + (c - begin), kFullStrips, prefetch, acc);
-    } else {
-      GatheredColumns columns;
-      for (int64_t j = 0; j < count; ++j) columns.Set(block, j, c + j, x[c - begin + j]);
-      columns.ClearFrom(count);
-      EightColumns<kDecode>(columns.masks, columns.pieces, columns.x, block.strips, NoPrefetch(), acc);
-    }
-  }
-}
-
-template <Decode kDecode>
-void SpmspvRange16(const BitmapBlock& block, const uint32_t* ids, const float* x, int64_t total, float* acc) {
-  GatheredColumns columns;
-  for (int64_t i = 0; i < total; i += kColumnsAtOnce) {
-    const int64_t count = HWY_MIN(kColumnsAtOnce, total - i);
-    for (int64_t j = 0; j < count; ++j) columns.Set(block, j, ids[i + j], x[i + j]);
-    if (count == kColumnsAtOnce) {
-      const int64_t ahead = HWY_MIN(i + kPrefetchColumns, total - 1);
-      const PrefetchListed prefetch(block, ids + ahead, total - ahead);
-      EightColumns<kDecode>(columns.masks, columns.pieces, columns.x, block.strips, prefetch, acc);
-    } else {
-      columns.ClearFrom(count);
-      EightColumns<kDecode>(columns.masks, columns.pieces, columns.x, block.strips, NoPrefetch(), acc);
+      for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
+        uint64_t* to = gathered + j * kPassStrips;
+        if (j >= cols) {
+          for (int64_t s = 0; s < kPassStrips; ++s) to[s] = 0;
+          continue;
+        }
+        const uint64_t* from = block.masks + range.id(c0 + j) * block.strips + strip;
+        if (strips == kPassStrips) {
+          _mm512_store_si512(to, _mm512_loadu_si512(from));
+          _mm512_store_si512(to + 8, _mm512_loadu_si512(from + 8));
+        } else {
+          for (int64_t s = 0; s < strips; ++s) to[s] = from[s];
+        }
+      }
+      EightColumns<kDecode, kPassStrips>(gathered, pieces, column_x, strips, prefetcher, pass_acc);
     }
   }
 }

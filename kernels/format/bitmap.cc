@@ -186,7 +186,7 @@ absl::Status Validate(const PackedLayer& layer) {
         absl::StrCat("BITMAP layout version ", layer.layout_version, ", expected ", kLayoutVersion));
   }
   const std::array<int64_t, 8> params{kTileRows, kTileCols, layer.params[kNonfiniteParam]};
-  if (layer.params != params) return absl::DataLossError("BITMAP params: tile sizes are not 1024 x 512");
+  if (layer.params != params) return absl::DataLossError("BITMAP params: tile sizes are not 4096 x 256");
   const Geometry geometry(layer.m, layer.k);
   const int64_t tiles = geometry.blocks * geometry.column_tiles;
   SPMMD_RETURN_IF_ERROR(CheckSize(layer, kValues, "values", static_cast<size_t>(layer.nnz) * SizeOf(layer.dtype)));

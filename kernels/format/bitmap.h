@@ -3,25 +3,24 @@
 // One layout serves SpMV, SpMM and SpMspV. W [M, K] is cut into tiles of kTileRows x kTileCols (the last ones may be
 // smaller). Within a tile, every column is a *piece*: the bits of its rows and its packed values in ascending row
 // order. Vector lanes run along M, so that x[k] is a broadcast, and a column that a sparse x does not touch is skipped
-// together with its cache lines: at 50 % a piece of 1024 fp16 rows is 128 bytes of mask and about 1 KiB of values.
-// (Measured on Zen 4: with 512 rows hardware prefetchers fetch much of what is skipped; with 2048 the partial sums of
-// SpMV crowd the L1 cache.)
+// together with its cache lines: at 50 % a piece of 4096 fp16 rows is 512 bytes of mask and about 4 KiB of values.
+// Pieces are that long because hardware prefetchers run on beyond what is read: of randomly skipped pieces of 1 KiB
+// they fetch a good part all the same, of 4 KiB (measured on Zen 4) hardly any.
 //
 // Numbers:
-//   tile (b, c)         rows [1024 b, 1024 b + 1024) and columns [512 c, 512 c + 512), clipped to M and K;
-//                       tiles are numbered t = b * column_tiles + c, column_tiles = ceil(K / 512)
-//   strips(b)           ceil(rows of block b / 64); block b is a row of tiles; all blocks but the last have 16 strips
+//   tile (b, c)         rows [4096 b, 4096 b + 4096) and columns [256 c, 256 c + 256), clipped to M and K;
+//                       tiles are numbered t = b * column_tiles + c, column_tiles = ceil(K / 256)
+//   strips(b)           ceil(rows of block b / 64); block b is a row of tiles; all blocks but the last have 64 strips
 // Sections (all little-endian):
 //   kValues (id 1)        dtype values: tile after tile in t order; in a tile column after column; in a column by row
-//   kMasks (id 2)         uint64 [block][K][strips(b)]: bit i of word s is row 1024 b + 64 s + i; bits of rows >= M are
+//   kMasks (id 2)         uint64 [block][K][strips(b)]: bit i of word s is row 4096 b + 64 s + i; bits of rows >= M are
 //   0 kTileStarts (id 3)    uint64 [tiles + 1]: index into kValues of each tile's first value; the last entry is nnz
 //   kColumnStarts (id 4)  uint32 [block][K]: start of the column's piece, relative to its tile's start
 // params: [0] = kTileRows, [1] = kTileCols, [2] = number of NaNs and infinities among the values, the rest 0. There are
-// no filler entries; padding counts the mask bits of rows
-// >= M only.
+// no filler entries; padding counts the mask bits of rows >= M only.
 //
-// Bytes per dense element at sparsity s and M a multiple of 1024: (1 - s) * SizeOf(dtype) + 1/8 + 4/1024 + 8/2^19. fp16
-// at 50 %: 1.129, the bitmap bound (1.125) + 0.35 %.
+// Bytes per dense element at sparsity s and M a multiple of 4096: (1 - s) * SizeOf(dtype) + 1/8 + 4/4096 + 8/2^20. fp16
+// at 50 %: 1.126, the bitmap bound (1.125) + 0.1 %.
 #ifndef SPMMD_KERNELS_FORMAT_BITMAP_H_
 #define SPMMD_KERNELS_FORMAT_BITMAP_H_
 
@@ -37,8 +36,8 @@ namespace spmmd::bitmap {
 
 inline constexpr uint32_t kLayoutVersion = 1;
 inline constexpr int64_t kStripRows = 64;
-inline constexpr int64_t kTileRows = 1024;
-inline constexpr int64_t kTileCols = 512;
+inline constexpr int64_t kTileRows = 4096;
+inline constexpr int64_t kTileCols = 256;
 inline constexpr int64_t kStripsPerTile = kTileRows / kStripRows;
 
 inline constexpr size_t kNonfiniteParam = 2;

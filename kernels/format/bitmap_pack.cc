@@ -1,4 +1,4 @@
-// Two steps a group of 32 columns. First its rows are transposed into scratch, so that a column lies in consecutive
+// Two steps a group of columns. First its rows are transposed into scratch, so that a column lies in consecutive
 // memory (64 KiB for 16-bit values: the L2 cache). Then every column is compressed with full-width stores, each of
 // which overwrites what the one before left beyond its end; scratch takes the overhang, so that no store reaches into
 // memory that another thread writes.

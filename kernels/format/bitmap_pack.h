@@ -10,7 +10,7 @@
 
 namespace spmmd::bitmap {
 
-inline constexpr int64_t kGroupCols = 32;
+inline constexpr int64_t kGroupCols = 8;
 
 // Scratch of one worker. `values` takes a whole group plus the overhang of the last full-width store.
 struct PackScratch {
