@@ -21,6 +21,7 @@
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/packed_layer.h"
 #include "kernels/format/prune.h"
+#include "kernels/format/rlc_csc.h"
 #include "kernels/format/three_layer.h"
 
 namespace spmmd {
@@ -172,6 +173,13 @@ int Main(int argc, char** argv) {
       }
       const auto bytes = static_cast<double>(layer->bytes().total());
       if (*format == Format::kThreeLayer) ReportShares(*layer);
+      if (*format == Format::kRlcCsc) {
+        const rlc_csc::Stats stats = rlc_csc::ComputeStats(*layer);
+        std::fprintf(
+            stderr, "RLC_CSC at sparsity %.2f: %.2f %% padding entries, %.2f %% unused places, of the nonzeros\n",
+            layer->sparsity(), 100.0 * static_cast<double>(stats.padding_entries) / static_cast<double>(layer->nnz),
+            100.0 * static_cast<double>(stats.unused_places) / static_cast<double>(layer->nnz));
+      }
       report("pack", name, sparsity, pack_times, bytes);
       report("validate", name, sparsity,
              MedianTimes(3,
