@@ -1,0 +1,99 @@
+// What bitmap_kernels.h promises: a row's bits depend neither on batch mates, nor on the number of threads, nor on
+// whether x is dense or sparse.
+#include <thread>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/cpu/matmul.h"
+#include "tests/kernels/cpu/operands.h"
+
+namespace spmmd::testing {
+namespace {
+
+std::string Product(const PackedLayer& layer, const DenseView& x, ThreadPool& pool) {
+  Strided y(DType::kF32, x.rows, layer.m, 2);
+  EXPECT_TRUE(cpu::Matmul(layer, x, {}, y.view(), pool).ok());
+  return RowBytes(y.const_view());
+}
+
+TEST(ReproducibleTest, SameBitsForAnyBatch) {
+  for (const DType dtype : kAllDtypes) {
+    const DenseMatrix w = Weights(dtype, 210, 700, 0.5, 1);
+    const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+    const Strided x = Tokens(DType::kF32, 61, 700, 2);
+    std::string alone;
+    for (int64_t n = 0; n < 61; ++n) {
+      DenseView one = x.const_view();
+      one.data = x.const_view().row(n);
+      one.rows = 1;
+      alone += Product(layer, one, DefaultThreadPool());
+    }
+    for (int64_t n = 1; n <= 61; n += n < 14 ? 1 : 11) {
+      DenseView some = x.const_view();
+      some.rows = n;
+      EXPECT_EQ(Product(layer, some, DefaultThreadPool()), alone.substr(0, static_cast<size_t>(n * 210) * 4))
+          << Name(dtype) << " N=" << n;
+    }
+  }
+}
+
+TEST(ReproducibleTest, SameBitsForAnyNumberOfThreads) {
+  for (const Format format : {Format::kBitmap, Format::kDense}) {
+    const DenseMatrix w = Weights(DType::kBf16, 4200, 300, 0.5, 3);  // two row blocks: both ways of splitting
+    const PackedLayer layer = *Pack(format, w.view());
+    for (const int64_t n : {1, 7}) {
+      const Strided x = Tokens(DType::kF32, n, 300, 4);
+      ThreadPool single(1);
+      const std::string expected = Product(layer, x.const_view(), single);
+      for (const int threads : {2, 3, 8}) {
+        ThreadPool pool(threads);
+        EXPECT_EQ(Product(layer, x.const_view(), pool), expected) << Name(format) << " threads " << threads;
+      }
+    }
+  }
+}
+
+TEST(ReproducibleTest, SameBitsForSparseX) {
+  for (const DType dtype : kAllDtypes) {
+    const DenseMatrix w = Weights(dtype, 210, 700, 0.5, 5);
+    const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+    const SparseOperand sparse = SparseTokens(700, 0.4, 6);
+    std::vector<float> x(700);
+    for (size_t i = 0; i < sparse.indices.size(); ++i) x[sparse.indices[i]] = sparse.values[i];
+    Strided y(DType::kF32, 1, 210, 0);
+    ASSERT_TRUE(cpu::MatmulSparse(layer, sparse.view(), {}, y.view(), DefaultThreadPool()).ok());
+    const DenseView view{reinterpret_cast<const std::byte*>(x.data()), DType::kF32, 1, 700, 700};
+    EXPECT_EQ(RowBytes(y.const_view()), Product(layer, view, DefaultThreadPool())) << Name(dtype);
+  }
+}
+
+TEST(ReproducibleTest, SameBitsForBothFp16Decoders) {
+  const DenseMatrix w = Weights(DType::kF16, 130, 90, 0.5, 7);
+  const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+  Strided x = Tokens(DType::kF32, 2, 90, 8);
+  DenseView first = x.const_view();
+  first.rows = 1;
+  const std::string expected = Product(layer, first, DefaultThreadPool());
+  StoreValue(x.view(), 1, 5, 1e30f);  // the batch mate forces the general decoder
+  EXPECT_EQ(Product(layer, x.const_view(), DefaultThreadPool()).substr(0, 130 * 4), expected);
+}
+
+TEST(ReproducibleTest, ConcurrentCallers) {
+  const DenseMatrix w = Weights(DType::kF16, 300, 200, 0.5, 9);
+  const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+  const Strided x = Tokens(DType::kF32, 3, 200, 10);
+  ThreadPool pool(3);
+  const std::string expected = Product(layer, x.const_view(), pool);
+  std::vector<std::thread> callers;
+  std::vector<int> wrong(4);
+  for (size_t t = 0; t < wrong.size(); ++t) {
+    callers.emplace_back([&, t] {
+      for (int i = 0; i < 20; ++i) wrong[t] += Product(layer, x.const_view(), pool) == expected ? 0 : 1;
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(wrong, std::vector<int>(4, 0));
+}
+
+}  // namespace
+}  // namespace spmmd::testing
