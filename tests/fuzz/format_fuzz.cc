@@ -23,8 +23,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   const absl::StatusOr<spmmd::DenseMatrix> dense = spmmd::Unpack(*layer);
   if (!dense.ok()) std::abort();
-  // DENSE says nothing of its zeros, so its nnz is not checked there.
-  if (layer->format != spmmd::Format::kDense && spmmd::ScanDense(dense->view()).nnz != layer->nnz) std::abort();
+  // DENSE says nothing of its zeros. Elsewhere a damaged value may be a stored zero, so nnz is an upper bound.
+  if (layer->format != spmmd::Format::kDense && spmmd::ScanDense(dense->view()).nnz > layer->nnz) std::abort();
   if (!spmmd::cpu::CanExecute(layer->format)) return 0;
   const int64_t tokens = 2;
   const spmmd::DenseMatrix x = *spmmd::DenseMatrix::Create(spmmd::DType::kF32, tokens, layer->k);
