@@ -75,12 +75,29 @@ uint64_t WorkspaceBytes(const spmmd_cuda_layer& layer, const Kernel& kernel, con
   return call.n == 0 ? 0 : spmmd::cuda::kCounterBytes + kernel.scratch_bytes(layer, call);
 }
 
-Status CheckPointers(const spmmd_cuda_layer& layer, const Kernel& kernel, const spmmd_cuda_matmul& call) {
+// Resolves a kernel for layers that share a launch and checks each call on its own.
+Status ResolveGroup(const spmmd_cuda_layer* const* layers, int32_t index, const spmmd_cuda_matmul* calls, int32_t count,
+                    const Kernel** kernel) {
+  if (layers == nullptr || calls == nullptr) return InvalidArgument("layers or calls: null");
+  if (count < 1) return InvalidArgument("count: " + std::to_string(count) + " is less than 1");
+  for (int32_t i = 0; i < count; ++i) {
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(Resolve(layers[i], index, &calls[i], &found));
+    if (i > 0 && found != *kernel) return InvalidArgument("layers: the kernel differs within the group");
+    *kernel = found;
+  }
+  if ((*kernel)->launch_group == nullptr) {
+    return Unimplemented(std::string("kernel ") + (*kernel)->name + " has no grouped launch");
+  }
+  return {};
+}
+
+// `need`: bytes of workspace.
+Status CheckPointers(const Kernel& kernel, const spmmd_cuda_matmul& call, uint64_t need) {
   if (kernel.sparse_input ? call.x_nnz > 0 && call.x_values == nullptr : call.x == nullptr) {
     return InvalidArgument("x: null");
   }
   if (call.y == nullptr) return InvalidArgument("y: null");
-  const uint64_t need = WorkspaceBytes(layer, kernel, call);
   if (call.workspace == nullptr || call.workspace_bytes < need) {
     return InvalidArgument("workspace: " + std::to_string(call.workspace_bytes) + " bytes, needs " +
                            std::to_string(need));
@@ -417,10 +434,38 @@ spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kerne
     const Kernel* found = nullptr;
     SPMMD_CUDA_TRY(Resolve(layer, kernel, call, &found));
     if (call->n == 0) return {};
-    SPMMD_CUDA_TRY(CheckPointers(*layer, *found, *call));
+    SPMMD_CUDA_TRY(CheckPointers(*found, *call, WorkspaceBytes(*layer, *found, *call)));
     const ScopedDevice scope(layer->device->index);
     SPMMD_CUDA_TRY(scope.status());
     return found->launch(*layer, *call, Stream(stream));
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_group_workspace_bytes(const spmmd_cuda_layer* const* layers, int32_t kernel,
+                                                   const spmmd_cuda_matmul* calls, int32_t count, uint64_t* bytes) {
+  return Guard([&]() -> Status {
+    if (bytes == nullptr) return InvalidArgument("bytes: null");
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(ResolveGroup(layers, kernel, calls, count, &found));
+    *bytes = calls[0].n == 0 ? 0 : spmmd::cuda::kCounterBytes + found->group_scratch_bytes(layers, calls, count);
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_launch_group(const spmmd_cuda_layer* const* layers, int32_t kernel,
+                                          const spmmd_cuda_matmul* calls, int32_t count, spmmd_cuda_stream stream) {
+  return Guard([&]() -> Status {
+    const Kernel* found = nullptr;
+    SPMMD_CUDA_TRY(ResolveGroup(layers, kernel, calls, count, &found));
+    if (calls[0].n == 0) return {};
+    const uint64_t need = spmmd::cuda::kCounterBytes + found->group_scratch_bytes(layers, calls, count);
+    for (int32_t i = 0; i < count; ++i) {
+      if (i > 0 && calls[i].y == nullptr) return InvalidArgument("calls[" + std::to_string(i) + "].y: null");
+    }
+    SPMMD_CUDA_TRY(CheckPointers(*found, calls[0], need));
+    const ScopedDevice scope(layers[0]->device->index);
+    SPMMD_CUDA_TRY(scope.status());
+    return found->launch_group(layers, calls, count, Stream(stream));
   });
 }
 
@@ -430,7 +475,7 @@ spmmd_cuda_status spmmd_cuda_dense_tune(const spmmd_cuda_layer* layer, const spm
     const Kernel* found = nullptr;
     SPMMD_CUDA_TRY(Resolve(layer, spmmd_cuda_find_kernel(spmmd::cuda::kDenseCublasLt.name), call, &found));
     if (call->n == 0) return {};
-    SPMMD_CUDA_TRY(CheckPointers(*layer, *found, *call));
+    SPMMD_CUDA_TRY(CheckPointers(*found, *call, WorkspaceBytes(*layer, *found, *call)));
     const ScopedDevice scope(layer->device->index);
     SPMMD_CUDA_TRY(scope.status());
     return spmmd::cuda::TuneDense(*layer, *call, Stream(stream));

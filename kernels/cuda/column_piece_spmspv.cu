@@ -44,10 +44,19 @@ constexpr int kMaxSplitColumns = kThreads * kColumnsPerThread;
 constexpr int kColumnsAtOnce = 4;  // of a warp: the K dimension of the mma
 constexpr int kMmas = kStreamRows / 8;
 
-struct SpmspvArgs {
+// Layers of one launch that share their activations (q, k and v; gate and up).
+constexpr int kMaxGroup = 4;
+
+struct SpmspvLayer {
   const uint8_t* pieces;
   const uint32_t* descriptors;
   const uint64_t* block_units;
+  Epilogue epilogue;
+  int32_t m;
+  int32_t first_block;  // of this layer among the launch's row blocks
+};
+
+struct SpmspvArgs {
   // Dense activations, or ascending indices and fp32 values.
   const void* x;
   const uint32_t* x_indices;
@@ -55,15 +64,15 @@ struct SpmspvArgs {
   int32_t x_nnz;
   int32_t x_dtype;
   float threshold;
-  int32_t m;
   int32_t k;
+  int32_t layers;
   int32_t splits;
   int32_t split_columns;
   bool accumulate;  // y += W x in fp32
   bool slabs;       // meet through slabs and the last block, instead of reductions on y
   float* slab;      // [block][split][512]
   uint32_t* counters;
-  Epilogue epilogue;
+  SpmspvLayer layer[kMaxGroup];
 };
 
 __device__ __forceinline__ void StoreShared32(uint32_t address, uint32_t value) {
@@ -256,11 +265,16 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
   const int split = static_cast<int>(blockIdx.x) % args.splits;
   const int first = min(split * args.split_columns, args.k);
   const int last = min(first + args.split_columns, args.k);
-  const uint8_t* const pieces = args.pieces + __ldg(args.block_units + block) * column_piece::kUnitBytes;
+  int of = 0;
+  while (of + 1 < args.layers && block >= args.layer[of + 1].first_block) ++of;
+  const SpmspvLayer& layer = args.layer[of];
+  const int layer_block = block - layer.first_block;
+  const uint8_t* const pieces = layer.pieces + __ldg(layer.block_units + layer_block) * column_piece::kUnitBytes;
+  TriggerDependents();  // the grid is one wave: what follows takes the places of blocks that are done
 
   int exponent;
-  const int active = BuildList<kIsBf16, kIndexed>(args, args.descriptors + static_cast<int64_t>(block) * args.k, first,
-                                                  last, list, scratch, &exponent);
+  const int active = BuildList<kIsBf16, kIndexed>(args, layer.descriptors + static_cast<int64_t>(layer_block) * args.k,
+                                                  first, last, list, scratch, &exponent);
 
   const uint32_t stage = SharedAddress(shared) + static_cast<uint32_t>(warp * kStageBytes);
   const uint32_t read_base = stage + static_cast<uint32_t>(lane * 4);
@@ -380,7 +394,6 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
     }
   }
   __syncthreads();
-  TriggerDependents();
   const int quad = static_cast<int>(threadIdx.x) * 4;
   float4 total = make_float4(0, 0, 0, 0);
   if (quad < kBlockRows) {
@@ -393,15 +406,15 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
       total.w += part.w;
     }
   }
-  const int row = block * kBlockRows + quad;
-  float* const y = static_cast<float*>(args.epilogue.y);
+  const int row = layer_block * kBlockRows + quad;
+  float* const y = static_cast<float*>(layer.epilogue.y);
   if (args.accumulate && !args.slabs) {
-    if (quad >= kBlockRows || row >= args.m) return;
-    if (row + 3 < args.m && (reinterpret_cast<uintptr_t>(y + row) & 15) == 0) {
+    if (quad >= kBlockRows || row >= layer.m) return;
+    if (row + 3 < layer.m && (reinterpret_cast<uintptr_t>(y + row) & 15) == 0) {
       ReduceAdd4(y + row, total);
     } else {
       const float values[4] = {total.x, total.y, total.z, total.w};
-      for (int i = 0; i < 4 && row + i < args.m; ++i) atomicAdd(y + row + i, values[i]);
+      for (int i = 0; i < 4 && row + i < layer.m; ++i) atomicAdd(y + row + i, values[i]);
     }
     return;
   }
@@ -422,13 +435,23 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
     const int mine = (static_cast<int>(threadIdx.x) & 127) * 4;
     const float* from = args.slab + static_cast<int64_t>(block) * args.splits * kBlockRows + mine;
     total = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-    for (int s = half; s < args.splits; s += 2) {
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(s) * kBlockRows));
-      total.x += part.x;
-      total.y += part.y;
-      total.z += part.z;
-      total.w += part.w;
+    constexpr int kBatch = 8;  // loads in flight: one latency for 16 splits
+    for (int s = half; s < args.splits; s += 2 * kBatch) {
+      float4 part[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        part[i] = make_float4(0, 0, 0, 0);
+        if (s + 2 * i < args.splits) {
+          part[i] = __ldcg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(s + 2 * i) * kBlockRows));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        total.x += part[i].x;
+        total.y += part[i].y;
+        total.z += part[i].z;
+        total.w += part[i].w;
+      }
     }
     if (half == 1) *reinterpret_cast<float4*>(partial + mine) = total;
     __syncthreads();
@@ -443,11 +466,11 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
   const float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (row + i >= args.m) break;
+    if (row + i >= layer.m) break;
     if (args.accumulate) {
       y[row + i] += values[i];
     } else {
-      StoreOutput(args.epilogue, 0, row + i, values[i]);
+      StoreOutput(layer.epilogue, 0, row + i, values[i]);
     }
   }
 }
@@ -483,27 +506,24 @@ struct Splits {
 
 // Column ranges a row block: enough blocks for one wave of two a multiprocessor, no range beyond what a block's list
 // holds. Variants 1..3 (benchmarks) ask for 2, 1.5 and 0.5 waves.
-Splits ChooseSplits(const spmmd_cuda_layer& layer, int variant) {
-  const int64_t blocks = CeilDiv(layer.m, kBlockRows);
+Splits ChooseSplits(int64_t blocks, int64_t k, int multiprocessors, int variant) {
   constexpr int kWaveQuarters[] = {4, 8, 6, 2};
-  const int64_t slots = int64_t{2} * layer.device->multiprocessors * kWaveQuarters[variant < 0 ? 0 : variant] / 4;
-  int64_t splits = std::clamp<int64_t>(slots / blocks, 1, CeilDiv(layer.k, 32));
-  splits = std::max(splits, CeilDiv(layer.k, kMaxSplitColumns));
-  const int64_t columns = CeilDiv(layer.k, splits);
-  return {static_cast<int>(CeilDiv(layer.k, columns)), static_cast<int>(columns)};
+  const int64_t slots = int64_t{2} * multiprocessors * kWaveQuarters[variant < 0 ? 0 : variant] / 4;
+  int64_t splits = std::clamp<int64_t>(slots / blocks, 1, CeilDiv(k, 32));
+  splits = std::max(splits, CeilDiv(k, kMaxSplitColumns));
+  const int64_t columns = CeilDiv(k, splits);
+  return {static_cast<int>(CeilDiv(k, columns)), static_cast<int>(columns)};
 }
 
 int VariantOf(const Call& call) { return static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u) - 1; }
 bool Accumulates(const Call& call) { return (call.flags & SPMMD_CUDA_FLAG_ACCUMULATE) != 0; }
 bool UsesSlabs(const Call& call) { return !Accumulates(call) || (call.flags & SPMMD_CUDA_FLAG_DETERMINISTIC) != 0; }
 
-Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
-  if (VariantOf(call) > 3) return InvalidArgument("flags: no such variant of column_piece_spmspv");
-  if (Accumulates(call) && (call.y_dtype != kF32 || call.bias != nullptr || call.activation != 0)) {
-    return InvalidArgument("flags: accumulation needs an fp32 y, no bias and no activation");
-  }
-  const int64_t blocks = CeilDiv(layer.m, kBlockRows);
-  const Splits splits = ChooseSplits(layer, VariantOf(call));
+Splits SplitsOf(const spmmd_cuda_layer& layer, const Call& call) {
+  return ChooseSplits(CeilDiv(layer.m, kBlockRows), layer.k, layer.device->multiprocessors, VariantOf(call));
+}
+
+Status CheckGrid(int64_t blocks, const Splits& splits, const Call& call) {
   if (UsesSlabs(call) && splits.count > 1 && blocks > kMaxCounters) {
     return Unimplemented("M: more than " + std::to_string(kMaxCounters * kBlockRows) + " rows");
   }
@@ -511,43 +531,98 @@ Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
   return {};
 }
 
-uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
-  const Splits splits = ChooseSplits(layer, VariantOf(call));
-  if (!UsesSlabs(call) || splits.count == 1) return 0;
-  return static_cast<uint64_t>(CeilDiv(layer.m, kBlockRows)) * static_cast<uint64_t>(splits.count) * kBlockRows * 4;
+Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
+  if (VariantOf(call) > 3) return InvalidArgument("flags: no such variant of column_piece_spmspv");
+  if (Accumulates(call) && (call.y_dtype != kF32 || call.bias != nullptr || call.activation != 0)) {
+    return InvalidArgument("flags: accumulation needs an fp32 y, no bias and no activation");
+  }
+  return CheckGrid(CeilDiv(layer.m, kBlockRows), SplitsOf(layer, call), call);
 }
 
-Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream) {
+uint64_t SlabBytes(int64_t blocks, const Splits& splits) {
+  return splits.count == 1 ? 0 : static_cast<uint64_t>(blocks * splits.count) * kBlockRows * 4;
+}
+
+uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
+  return UsesSlabs(call) ? SlabBytes(CeilDiv(layer.m, kBlockRows), SplitsOf(layer, call)) : 0;
+}
+
+// What layers of one launch must agree on, beyond what LaunchGroup's callers have checked of each.
+Status CheckGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count) {
+  if (count < 1 || count > kMaxGroup) {
+    return InvalidArgument("count: " + std::to_string(count) + " layers, at most " + std::to_string(kMaxGroup));
+  }
+  for (int i = 1; i < count; ++i) {
+    if (layers[i]->dtype != layers[0]->dtype || layers[i]->k != layers[0]->k ||
+        layers[i]->device != layers[0]->device) {
+      return InvalidArgument("layers: a group needs one device and equal K and dtype");
+    }
+    if (calls[i].x != calls[0].x || calls[i].n != calls[0].n || calls[i].x_dtype != calls[0].x_dtype ||
+        calls[i].x_stride != calls[0].x_stride || calls[i].x_indices != calls[0].x_indices ||
+        calls[i].x_values != calls[0].x_values || calls[i].x_nnz != calls[0].x_nnz ||
+        calls[i].x_threshold != calls[0].x_threshold || calls[i].flags != calls[0].flags) {
+      return InvalidArgument("x: a group shares its activations and flags");
+    }
+  }
+  return {};
+}
+
+Splits GroupSplits(const spmmd_cuda_layer* const* layers, const Call* calls, int count, int64_t* blocks) {
+  *blocks = 0;
+  for (int i = 0; i < count; ++i) *blocks += CeilDiv(layers[i]->m, kBlockRows);
+  return ChooseSplits(*blocks, layers[0]->k, layers[0]->device->multiprocessors, VariantOf(calls[0]));
+}
+
+uint64_t GroupScratchBytes(const spmmd_cuda_layer* const* layers, const Call* calls, int count) {
+  int64_t blocks;
+  const Splits splits = GroupSplits(layers, calls, count, &blocks);
+  return UsesSlabs(calls[0]) ? SlabBytes(blocks, splits) : 0;
+}
+
+Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count, cudaStream_t stream) {
+  SPMMD_CUDA_TRY(CheckGroup(layers, calls, count));
+  const spmmd_cuda_layer& first = *layers[0];
+  const Call& call = calls[0];
   const bool indexed = call.x_indices != nullptr;
-  const Splits splits = ChooseSplits(layer, VariantOf(call));
+  int64_t blocks;
+  const Splits splits = GroupSplits(layers, calls, count, &blocks);
+  SPMMD_CUDA_TRY(CheckGrid(blocks, splits, call));
   SpmspvArgs args = {};
-  args.pieces = layer.SectionData(column_piece::kPieceSection);
-  args.descriptors = reinterpret_cast<const uint32_t*>(layer.SectionData(column_piece::kDescriptorSection));
-  args.block_units = reinterpret_cast<const uint64_t*>(layer.SectionData(column_piece::kBlockSection));
   args.x_indices = call.x_indices;
   args.x_values = call.x_values;
   args.x_nnz = static_cast<int32_t>(call.x_nnz);
   args.x_dtype = call.x_dtype;
   args.threshold = call.x_threshold;
-  args.m = static_cast<int32_t>(layer.m);
-  args.k = static_cast<int32_t>(layer.k);
+  args.k = static_cast<int32_t>(first.k);
+  args.layers = count;
   args.splits = splits.count;
   args.split_columns = splits.columns;
   args.accumulate = Accumulates(call);
   args.slabs = UsesSlabs(call);
   args.counters = static_cast<uint32_t*>(call.workspace);
   args.slab = reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) + kCounterBytes);
-  args.epilogue = MakeEpilogue(call);
+  int max_chunks = 0;
+  int64_t first_block = 0;
+  for (int i = 0; i < count; ++i) {
+    const spmmd_cuda_layer& layer = *layers[i];
+    args.layer[i] = {layer.SectionData(column_piece::kPieceSection),
+                     reinterpret_cast<const uint32_t*>(layer.SectionData(column_piece::kDescriptorSection)),
+                     reinterpret_cast<const uint64_t*>(layer.SectionData(column_piece::kBlockSection)),
+                     MakeEpilogue(calls[i]),
+                     static_cast<int32_t>(layer.m),
+                     static_cast<int32_t>(first_block)};
+    first_block += CeilDiv(layer.m, kBlockRows);
+    max_chunks = std::max(max_chunks, static_cast<int>(layer.params[column_piece::kParamMaxChunks]));
+  }
 
-  const Choice choice =
-      PickKernel(layer.dtype == kBf16, static_cast<int>(layer.params[column_piece::kParamMaxChunks]), indexed);
+  const Choice choice = PickKernel(first.dtype == kBf16, max_chunks, indexed);
   const uint64_t shared = choice.stage_bytes + static_cast<uint64_t>(std::min(splits.columns, kMaxSplitColumns)) * 8;
   {
     // The limit of dynamic shared memory, raised once a kernel and device.
     static std::mutex mutex;
     static std::map<std::pair<const void*, int>, bool> raised;
     const std::lock_guard<std::mutex> lock(mutex);
-    bool& done = raised[{choice.kernel, layer.device->index}];
+    bool& done = raised[{choice.kernel, first.device->index}];
     if (!done) {
       SPMMD_CUDA_CHECK(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(choice.stage_bytes) + kMaxSplitColumns * 8));
@@ -558,7 +633,7 @@ Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stre
   chain.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   chain.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(CeilDiv(layer.m, kBlockRows) * splits.count));
+  config.gridDim = dim3(static_cast<unsigned>(blocks * splits.count));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
@@ -569,12 +644,19 @@ Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stre
       args.x = static_cast<const uint8_t*>(call.x) +
                static_cast<uint64_t>(token * call.x_stride) * ElementSize(call.x_dtype);
     }
-    args.epilogue.y =
-        static_cast<uint8_t*>(call.y) + static_cast<uint64_t>(token * call.y_stride) * ElementSize(call.y_dtype);
+    for (int i = 0; i < count; ++i) {
+      args.layer[i].epilogue.y = static_cast<uint8_t*>(calls[i].y) +
+                                 static_cast<uint64_t>(token * calls[i].y_stride) * ElementSize(calls[i].y_dtype);
+    }
     void* parameters[] = {&args};
     SPMMD_CUDA_CHECK(cudaLaunchKernelExC(&config, choice.kernel, parameters));
   }
   return {};
+}
+
+Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream) {
+  const spmmd_cuda_layer* layers[] = {&layer};
+  return LaunchGroup(layers, &call, 1, stream);
 }
 
 }  // namespace
@@ -604,8 +686,16 @@ Status ValidateColumnPiece(const LayerDesc& desc) {
 }
 
 const Kernel kColumnPieceSpmspv = {
-    "column_piece_spmspv", kFormatColumnPiece, false, CanImplement, ScratchBytes, Launch, true};
-const Kernel kColumnPieceSpmspvIndexed = {
-    "column_piece_spmspv_indexed", kFormatColumnPiece, true, CanImplement, ScratchBytes, Launch, true};
+    "column_piece_spmspv", kFormatColumnPiece, false, CanImplement, ScratchBytes, Launch, true,
+    LaunchGroup,           GroupScratchBytes};
+const Kernel kColumnPieceSpmspvIndexed = {"column_piece_spmspv_indexed",
+                                          kFormatColumnPiece,
+                                          true,
+                                          CanImplement,
+                                          ScratchBytes,
+                                          Launch,
+                                          true,
+                                          LaunchGroup,
+                                          GroupScratchBytes};
 
 }  // namespace spmmd::cuda

@@ -94,6 +94,12 @@ struct Kernel {
   // Asynchronous on `stream`; the workspace is there and large enough; n >= 1.
   Status (*launch)(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream);
   bool skips_columns = false;  // an SpMspV kernel: takes x_threshold and SPMMD_CUDA_FLAG_ACCUMULATE
+  // One launch for layers that share their activations, each call checked on its own; null when the kernel has none.
+  Status (*launch_group)(const spmmd_cuda_layer* const* layers, const Call* calls, int count,
+                         cudaStream_t stream) = nullptr;
+  uint64_t (*group_scratch_bytes)(const spmmd_cuda_layer* const* layers, const Call* calls, int count) = nullptr;
+  // Among kernels that can run a call AUTO takes the first that answers true here, else the first of the table.
+  bool (*preferred)(const spmmd_cuda_layer& layer, const Call& call) = nullptr;
 };
 
 // How a format gets onto a device.

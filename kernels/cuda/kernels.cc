@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kernels/cuda/column_piece_spmspv.h"
+#include "kernels/cuda/rlc_csc_spmspv.h"
 #include "kernels/cuda/row_stream_spmv.h"
 
 namespace spmmd::cuda {
@@ -14,11 +15,12 @@ namespace {
 // Order is the kernel's number in the ABI of one build; callers find kernels by name.
 const Kernel* const kKernels[] = {
     &kDenseCublasLt,
-    &kSpmmSlab,
     &kSpmmTile,
+    &kSpmmSlab,
     &kRowStreamSpmv,
     &kColumnPieceSpmspv,
     &kColumnPieceSpmspvIndexed,
+    &kRlcCscSpmspv,
 };
 
 const FormatHooks kFormats[] = {
@@ -26,6 +28,7 @@ const FormatHooks kFormats[] = {
     {kFormatBitmapGpu, ValidateBitmapGpu},
     {kFormatRowStream, ValidateRowStream},
     {kFormatColumnPiece, ValidateColumnPiece},
+    {kFormatRlcCsc, ValidateRlcCsc},
 };
 
 bool IsDtype(int32_t dtype) { return dtype >= kF16 && dtype <= kF32; }
@@ -96,11 +99,15 @@ Status CheckKernel(const spmmd_cuda_layer& layer, const Kernel& kernel, const Ca
 }
 
 Status SelectKernel(const spmmd_cuda_layer& layer, const Call& call, int32_t* index) {
-  for (int32_t i = 0; i < KernelCount(); ++i) {
-    if (CheckKernel(layer, *kKernels[i], call).ok()) {
-      *index = i;
-      return {};
-    }
+  int32_t first = -1;
+  for (int32_t i = KernelCount() - 1; i >= 0; --i) {
+    if (!CheckKernel(layer, *kKernels[i], call).ok()) continue;
+    first = i;
+    if (kKernels[i]->preferred != nullptr && kKernels[i]->preferred(layer, call)) break;
+  }
+  if (first >= 0) {
+    *index = first;
+    return {};
   }
   return Unimplemented("no kernel for format " + std::to_string(layer.format) + " with " +
                        (call.x_indices != nullptr ? "sparse" : "dense") +

@@ -98,12 +98,17 @@ Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
 }
 
 uint64_t ScratchBytes(const spmmd_cuda_layer&, const Call&) { return 0; }
+uint64_t GroupScratchBytes(const spmmd_cuda_layer* const*, const Call*, int) { return 0; }
+
+Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count, cudaStream_t stream) {
+  const int variant = static_cast<int>(calls[0].flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u) - 1;
+  if (variant >= kRowStreamVariants) return InvalidArgument("flags: no such variant of row_stream_spmv");
+  return LaunchRowStreamGroup(layers, calls, count, variant, stream);
+}
 
 Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream) {
   const spmmd_cuda_layer* layers[] = {&layer};
-  const int variant = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u) - 1;
-  if (variant >= kRowStreamVariants) return InvalidArgument("flags: no such variant of row_stream_spmv");
-  return LaunchRowStreamGroup(layers, &call, 1, variant, stream);
+  return LaunchGroup(layers, &call, 1, stream);
 }
 
 }  // namespace
@@ -237,6 +242,7 @@ Status ValidateRowStream(const LayerDesc& desc) {
   return error == nullptr ? Status() : DataLoss(std::string("ROW_STREAM: ") + error);
 }
 
-const Kernel kRowStreamSpmv = {"row_stream_spmv", kFormatRowStream, false, CanImplement, ScratchBytes, Launch};
+const Kernel kRowStreamSpmv = {"row_stream_spmv", kFormatRowStream, false, CanImplement, ScratchBytes, Launch, false,
+                               LaunchGroup,       GroupScratchBytes};
 
 }  // namespace spmmd::cuda

@@ -269,8 +269,59 @@ __device__ __forceinline__ bool StageX(const RowStreamArgs& args, int first, int
       reinterpret_cast<uint16_t*>(staged)[k] = bits;
     }
   } else {
+    int done = 0;
+    if constexpr (!kWideX) {
+      const uint16_t* x = static_cast<const uint16_t*>(args.x) + first;
+      if ((reinterpret_cast<uintptr_t>(x) & 15) == 0 && (args.x_stride & 7) == 0) {
+        done = columns / 8 * 8;
+        for (int i = static_cast<int>(threadIdx.x); i < columns / 8; i += static_cast<int>(blockDim.x)) {
+          uint32_t pairs[kTokens][4];  // [token][two columns]
+#pragma unroll
+          for (int n = 0; n < kTokens; ++n) {
+            const uint4 v = __ldg(reinterpret_cast<const uint4*>(x + n * args.x_stride) + i);
+            pairs[n][0] = v.x;
+            pairs[n][1] = v.y;
+            pairs[n][2] = v.z;
+            pairs[n][3] = v.w;
+          }
+          if constexpr (T::kCoded) {
+#pragma unroll
+            for (int n = 0; n < kTokens; ++n) {
+#pragma unroll
+              for (int p = 0; p < 4; ++p) {
+                const uint32_t bits = pairs[n][p];
+                too_large |= (bits & 0x7fffu) >= kLargestScaledBf16 || (bits >> 16 & 0x7fffu) >= kLargestScaledBf16;
+                if (scaled) {
+                  const __nv_bfloat162 product =
+                      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), __float2bfloat162_rn(kStagedScale));
+                  pairs[n][p] = *reinterpret_cast<const uint32_t*>(&product);
+                }
+              }
+            }
+          }
+          // Columns side by side become tokens side by side.
+          if constexpr (kTokens == 2) {
+            uint4* to = reinterpret_cast<uint4*>(staged) + 2 * i;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              to[h] = make_uint4(__byte_perm(pairs[0][2 * h], pairs[1][2 * h], 0x5410),
+                                 __byte_perm(pairs[0][2 * h], pairs[1][2 * h], 0x7632),
+                                 __byte_perm(pairs[0][2 * h + 1], pairs[1][2 * h + 1], 0x5410),
+                                 __byte_perm(pairs[0][2 * h + 1], pairs[1][2 * h + 1], 0x7632));
+            }
+          } else if constexpr (kTokens == 3) {
+            uint4* to = reinterpret_cast<uint4*>(staged) + 4 * i;
+#pragma unroll
+            for (int p = 0; p < 4; ++p) {
+              to[p] = make_uint4(__byte_perm(pairs[0][p], pairs[1][p], 0x5410), pairs[2][p] & 0xffffu,
+                                 __byte_perm(pairs[0][p], pairs[1][p], 0x7632), pairs[2][p] >> 16);
+            }
+          }
+        }
+      }
+    }
 #pragma unroll 4
-    for (int k = static_cast<int>(threadIdx.x); k < args.staged_columns; k += static_cast<int>(blockDim.x)) {
+    for (int k = done + static_cast<int>(threadIdx.x); k < args.staged_columns; k += static_cast<int>(blockDim.x)) {
       float value[T::kSlotsPerColumn] = {};
 #pragma unroll
       for (int n = 0; n < kTokens; ++n) {
@@ -463,6 +514,7 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
         if (kDepth + j < left) Accumulate<T, kCoding, kBf16, kRunBits, kTokens, kWideX>(words[j], cursor, sum);
       }
     }
+    // Not earlier: blocks of the next kernel that wait for this one would take the places of blocks still to come.
     if (segment + 1 == segments) TriggerDependents();
     WaitCopies();
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -39,6 +40,7 @@ struct Options {
   DType x_dtype = DType::kF16;
   DType y_dtype = DType::kF32;
   bool indexed = false;
+  const char* kernel = nullptr;  // null: column_piece_spmspv or its indexed form
   int64_t n = 1;
   double x_density = 0.5;
   float threshold = 0;
@@ -128,7 +130,8 @@ class SpmspvTest : public GpuTest {
     call.x_threshold = o.indexed ? 0.f : o.threshold;
     call.y = y_device.data() + fence;
     call.y_stride = m;
-    const int32_t kernel = gpu().cuda->find_kernel(o.indexed ? "column_piece_spmspv_indexed" : "column_piece_spmspv");
+    const char* name = o.indexed ? "column_piece_spmspv_indexed" : "column_piece_spmspv";
+    const int32_t kernel = gpu().cuda->find_kernel(o.kernel != nullptr ? o.kernel : name);
     ASSERT_GE(kernel, 0);
     uint64_t bytes = 0;
     GPU_OK(gpu().cuda->workspace_bytes(layer, kernel, &call, &bytes));
@@ -142,7 +145,8 @@ class SpmspvTest : public GpuTest {
       GPU_OK(gpu().cuda->launch(layer, kernel, &call, gpu().stream));
       result = y_device.Download();
     }
-    if (!accumulate || (o.flags & SPMMD_CUDA_FLAG_DETERMINISTIC) != 0) {
+    const bool ordered = o.kernel == nullptr && !accumulate;  // Celty adds atomically
+    if (ordered || (o.flags & SPMMD_CUDA_FLAG_DETERMINISTIC) != 0) {
       EXPECT_EQ(results[0], results[1]) << "two launches differ";
     }
     for (const std::vector<std::byte>& result : results) {
@@ -251,6 +255,80 @@ TEST_F(SpmspvTest, ActivationsOfAnySize) {
         o.x_scale = scale;
         o.indexed = indexed;
         CheckLayer(layer.get(), w, o, ++seed);
+      }
+    }
+  }
+}
+
+TEST_F(SpmspvTest, GroupsShareALaunch) {
+  for (const uint32_t flags : {0u, SPMMD_CUDA_FLAG_ACCUMULATE, SPMMD_CUDA_FLAG_CHAIN}) {
+    const int64_t k = 1200;
+    const std::vector<int64_t> rows = {700, 64, 1100};
+    const DenseMatrix x = Draw(1, k, 0.5, 0, DType::kF16, 5);
+    DeviceBuffer x_device(x.bytes());
+    x_device.Upload(x.view().data, x.bytes());
+    std::vector<DenseMatrix> weights;
+    std::vector<LayerPtr> layers;
+    std::vector<const spmmd_cuda_layer*> raw;
+    std::vector<std::unique_ptr<DeviceBuffer>> outputs;
+    std::vector<spmmd_cuda_matmul> calls;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      weights.push_back(Draw(rows[i], k, 0.5, 0, DType::kF16, static_cast<uint32_t>(20 + i)));
+      layers.push_back(Upload(*Pack(Format::kColumnPiece, weights.back().view())));
+      ASSERT_NE(layers.back(), nullptr);
+      raw.push_back(layers.back().get());
+      outputs.push_back(std::make_unique<DeviceBuffer>(static_cast<size_t>(rows[i]) * 4));
+      outputs.back()->Fill(flags == SPMMD_CUDA_FLAG_ACCUMULATE ? 0 : 0xff);
+      spmmd_cuda_matmul call = {};
+      call.x = x_device.data();
+      call.n = 1;
+      call.x_stride = k;
+      call.x_dtype = static_cast<int32_t>(DType::kF16);
+      call.y_dtype = static_cast<int32_t>(DType::kF32);
+      call.flags = flags;
+      call.y = outputs.back()->data();
+      call.y_stride = rows[i];
+      calls.push_back(call);
+    }
+    const int32_t kernel = gpu().cuda->find_kernel("column_piece_spmspv");
+    uint64_t bytes = 0;
+    GPU_OK(gpu().cuda->group_workspace_bytes(raw.data(), kernel, calls.data(), 3, &bytes));
+    workspace_.Reserve(bytes);
+    calls[0].workspace = workspace_.data();
+    calls[0].workspace_bytes = workspace_.bytes();
+    GPU_OK(gpu().cuda->launch_group(raw.data(), kernel, calls.data(), 3, gpu().stream));
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const std::vector<std::byte> y = outputs[i]->Download();
+      const absl::Status status =
+          CompareToReference({y.data(), DType::kF32, 1, rows[i], rows[i]}, ReferenceMatmul(weights[i].view(), x.view()),
+                             DefaultTolerance(DType::kF32, k));
+      EXPECT_TRUE(status.ok()) << "layer " << i << ": " << status;
+    }
+    EXPECT_EQ(gpu().cuda->launch_group(raw.data(), kernel, calls.data(), 0, gpu().stream), SPMMD_CUDA_INVALID_ARGUMENT);
+  }
+}
+
+// The published kernel, under every split of K and both kinds of buffer.
+TEST_F(SpmspvTest, Celty) {
+  uint32_t seed = 4000;
+  for (const DType dtype : {DType::kF16, DType::kBf16}) {
+    for (const auto& [m, k] : std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {300, 700}, {256, 64}, {513, 2100}}) {
+      for (const double density : {0.0, 0.1, 0.5, 1.0}) {
+        const DenseMatrix w = Draw(m, k, density, 0.5, dtype, ++seed);
+        const LayerPtr layer = Upload(*Pack(Format::kRlcCsc, w.view()));
+        ASSERT_NE(layer, nullptr);
+        for (uint32_t variant = 0; variant < 10; ++variant) {
+          SCOPED_TRACE(testing::Message()
+                       << m << "x" << k << " density " << density << " " << Name(dtype) << " variant " << variant);
+          Options o;
+          o.kernel = "rlc_csc_spmspv";
+          o.x_dtype = dtype;
+          o.x_density = 0.25 * (seed % 5);
+          o.y_dtype = seed % 2 == 0 ? DType::kF32 : DType::kF16;
+          o.bias = seed % 3 == 0;
+          o.flags = (variant + 1) << SPMMD_CUDA_FLAG_VARIANT_SHIFT;
+          CheckLayer(layer.get(), w, o, ++seed);
+        }
       }
     }
   }

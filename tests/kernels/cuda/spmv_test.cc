@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -352,6 +353,60 @@ TEST_F(SpmvTest, CapturesIntoAGraph) {
   }
   GPU_OK(gpu().cuda->graph_destroy(gpu().device, graph));
   GPU_OK(gpu().cuda->stream_destroy(gpu().device, stream));
+}
+
+TEST_F(SpmvTest, GroupsShareALaunch) {
+  const int64_t k = 900;
+  const std::vector<int64_t> rows = {300, 17, 520};
+  for (const Coding coding : CodingsOf(DType::kBf16)) {
+    const DenseMatrix x = Draw({3, k, 1.0}, DType::kBf16, 5);
+    DeviceBuffer x_device(x.bytes());
+    x_device.Upload(x.view().data, x.bytes());
+    for (const int64_t n : {1, 3}) {
+      std::vector<LayerPtr> layers;
+      std::vector<const spmmd_cuda_layer*> raw;
+      std::vector<std::unique_ptr<DeviceBuffer>> outputs;
+      std::vector<spmmd_cuda_matmul> calls;
+      uint64_t bytes = 0;
+      const int32_t kernel = gpu().cuda->find_kernel("row_stream_spmv");
+      for (size_t i = 0; i < rows.size(); ++i) {
+        const DenseMatrix w = Draw({rows[i], k, 0.5}, DType::kBf16, static_cast<uint32_t>(20 + i));
+        row_stream::Options tuning;
+        tuning.coding = coding;
+        tuning.run_bits = 2;
+        tuning.warps = 6;
+        tuning.rows_per_tile = static_cast<int>(10 + 7 * i);
+        layers.push_back(Upload(*row_stream::Pack(w.view(), {}, tuning)));
+        ASSERT_NE(layers.back(), nullptr);
+        raw.push_back(layers.back().get());
+        outputs.push_back(std::make_unique<DeviceBuffer>(static_cast<size_t>(rows[i] * n) * 4));
+        outputs.back()->Fill(0xff);
+        spmmd_cuda_matmul call = {};
+        call.x = x_device.data();
+        call.n = n;
+        call.x_stride = k;
+        call.x_dtype = static_cast<int32_t>(DType::kBf16);
+        call.y_dtype = static_cast<int32_t>(DType::kF32);
+        call.y = outputs.back()->data();
+        call.y_stride = rows[i];
+        GPU_OK(gpu().cuda->workspace_bytes(raw.back(), kernel, &call, &bytes));
+        workspace_.Reserve(bytes);
+        call.workspace = workspace_.data();
+        call.workspace_bytes = workspace_.bytes();
+        calls.push_back(call);
+      }
+      GPU_OK(gpu().cuda->launch_group(raw.data(), kernel, calls.data(), 3, gpu().stream));
+      for (size_t i = 0; i < rows.size(); ++i) {
+        const std::vector<std::byte> grouped = outputs[i]->Download();
+        outputs[i]->Fill(0xff);
+        GPU_OK(gpu().cuda->launch(raw[i], kernel, &calls[i], gpu().stream));
+        EXPECT_EQ(grouped, outputs[i]->Download()) << "layer " << i << " differs from its own launch";
+      }
+      calls[1].x_stride += 1;
+      EXPECT_EQ(gpu().cuda->launch_group(raw.data(), kernel, calls.data(), 3, gpu().stream),
+                SPMMD_CUDA_INVALID_ARGUMENT);
+    }
+  }
 }
 
 TEST_F(SpmvTest, RefusesDamagedLayers) {
