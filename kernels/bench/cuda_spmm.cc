@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <memory>
-#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/base/thread_pool.h"
+#include "kernels/bench/workload.h"
 #include "kernels/dispatch/cuda_library.h"
 #include "kernels/format/reference.h"
 
@@ -18,61 +20,6 @@ namespace {
 constexpr size_t kRotateBytes = size_t{260} << 20;  // more than four times the L2 of an H200
 constexpr int64_t kCheckedRows = 192;
 constexpr int kMaxCandidates = 16;
-
-uint64_t Mix(uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdULL;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ULL;
-  return x ^ x >> 33;
-}
-
-// Element i of a stream of independent normals, by Box-Muller: parallel and reproducible.
-float Normal(uint64_t seed, uint64_t i) {
-  const uint64_t bits = Mix(seed * 0x9e3779b97f4a7c15ULL + i);
-  const float u = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;
-  const float v = static_cast<float>(bits & 0xffffff) * 0x1p-24f;
-  return std::sqrt(-2.f * std::log(u)) * std::cos(6.2831853f * v);
-}
-
-uint16_t Narrow(DType dtype, float v) { return dtype == DType::kBf16 ? FloatToBf16(v) : FloatToF16(v); }
-
-DenseMatrix RandomActivations(DType dtype, int64_t rows, int64_t cols) {
-  DenseMatrix x = *DenseMatrix::Create(dtype, rows, cols);
-  DefaultThreadPool().ParallelFor(rows, [&](int64_t r, int /*worker*/) {
-    auto* row = reinterpret_cast<uint16_t*>(x.mutable_view().row(r));
-    for (int64_t c = 0; c < cols; ++c) row[c] = Narrow(dtype, Normal(77, static_cast<uint64_t>(r * cols + c)));
-  });
-  return x;
-}
-
-// Scores |w| * column scale below the sparsity quantile (of a sample of a million) become zero.
-absl::StatusOr<DenseMatrix> PrunedWeights(const CudaSpmmOptions& options, int64_t m, int64_t k, double sparsity) {
-  SPMMD_ASSIGN_OR_RETURN(DenseMatrix w, DenseMatrix::Create(options.dtype, m, k));
-  std::vector<float> scale(static_cast<size_t>(k), 1.f);
-  for (int64_t c = 0; options.mask_sigma > 0 && c < k; ++c) {
-    scale[static_cast<size_t>(c)] =
-        std::exp(static_cast<float>(options.mask_sigma) * Normal(5, static_cast<uint64_t>(c)));
-  }
-  const auto weight = [&](int64_t r, int64_t c) { return Normal(1234, static_cast<uint64_t>(r * k + c)); };
-  std::vector<float> sample(size_t{1} << 20);
-  for (size_t i = 0; i < sample.size(); ++i) {
-    const uint64_t at = Mix(i) % static_cast<uint64_t>(m * k);
-    const auto c = static_cast<int64_t>(at % static_cast<uint64_t>(k));
-    sample[i] = std::fabs(Normal(1234, at)) * scale[static_cast<size_t>(c)];
-  }
-  const auto cut = sample.begin() + static_cast<int64_t>(sparsity * static_cast<double>(sample.size() - 1));
-  std::nth_element(sample.begin(), cut, sample.end());
-  const float threshold = *cut;
-  DefaultThreadPool().ParallelFor(m, [&](int64_t r, int /*worker*/) {
-    auto* row = reinterpret_cast<uint16_t*>(w.mutable_view().row(r));
-    for (int64_t c = 0; c < k; ++c) {
-      const float v = weight(r, c);
-      if (std::fabs(v) * scale[static_cast<size_t>(c)] > threshold) row[c] = Narrow(options.dtype, 0.02f * v);
-    }
-  });
-  return w;
-}
 
 struct Times {
   double p10 = 0;
@@ -88,23 +35,24 @@ Times Summarize(std::vector<double> us) {
 
 class Bench {
  public:
-  Bench(const CudaSpmmOptions& options, std::shared_ptr<const CudaLibrary> cuda, std::FILE* csv)
-      : options_(options), cuda_(std::move(cuda)), csv_(csv) {}
+  Bench(const BenchOptions& options, std::shared_ptr<const CudaLibrary> cuda,
+        const std::function<void(const Row&)>& emit)
+      : options_(options), cuda_(std::move(cuda)), emit_(emit) {}
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
   // Device memory goes with the process.
 
   absl::Status Run() {
+    int32_t devices = 0;
+    SPMMD_RETURN_IF_ERROR(Ok(cuda_->device_count(&devices)));
+    if (devices == 0) return absl::UnavailableError("no GPU");
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->device_open(0, &device_)));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->stream_create(device_, &stream_)));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->event_create(device_, 1, &begin_)));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->event_create(device_, 1, &end_)));
     SPMMD_RETURN_IF_ERROR(MeasureCeiling());
-    std::fprintf(csv_,
-                 "op,format,kernel,dtype,M,K,N,sparsity,activation_sparsity,us_p50,us_p10,us_p90,bytes,GBps,"
-                 "ceiling_pct,dense_us,ratio_vs_dense,rel_error\n");
     for (const auto& [m, k] : options_.shapes) {
-      for (const double sparsity : options_.sparsities) SPMMD_RETURN_IF_ERROR(RunLayer(m, k, sparsity));
+      for (const double sparsity : options_.sparsity) SPMMD_RETURN_IF_ERROR(RunLayer(m, k, sparsity));
     }
     return absl::OkStatus();
   }
@@ -147,7 +95,6 @@ class Bench {
       us.push_back(elapsed);
     }
     ceiling_ = static_cast<double>(kBytes) / (Summarize(us).p50 * 1e-6);
-    std::fprintf(stderr, "read ceiling %.0f GB/s\n", ceiling_ * 1e-9);
     return Ok(cuda_->free(device_, buffer));
   }
 
@@ -246,7 +193,7 @@ class Bench {
     return Ok(cuda_->dense_use_candidate(dense.layer->copies.front(), &dense.call, best));
   }
 
-  // Relative Frobenius error of sampled output rows, NaN when an output was never written.
+  // max |y - ref| / sum|w||x| over sampled rows of W; NaN when an output was not written.
   absl::StatusOr<double> Error(const Contender& contender, const DenseView& w, const DenseView& x) {
     const int64_t m = w.rows;
     const int64_t n = contender.call.n;
@@ -263,21 +210,20 @@ class Bench {
       reference_ = ReferenceRows(w, rows, x);
       reference_n_ = n;
     }
-    double difference = 0;
-    double norm = 0;
+    double worst = 0;
     for (int64_t token = 0; token < n; ++token) {
       for (size_t i = 0; i < rows.size(); ++i) {
-        const double want = reference_.y[static_cast<size_t>(token) * rows.size() + i];
-        const double d = ElementAsDouble(y.view(), token, rows[i]) - want;
-        difference += d * d;
-        norm += want * want;
+        const size_t at = static_cast<size_t>(token) * rows.size() + i;
+        const double difference = std::fabs(ElementAsDouble(y.view(), token, rows[i]) - reference_.y[at]);
+        if (std::isnan(difference)) return difference;
+        if (reference_.scale[at] > 0) worst = std::max(worst, difference / reference_.scale[at]);
       }
     }
-    return std::sqrt(difference / norm);
+    return worst;
   }
 
   absl::Status RunLayer(int64_t m, int64_t k, double sparsity) {
-    SPMMD_ASSIGN_OR_RETURN(DenseMatrix w, PrunedWeights(options_, m, k, sparsity));
+    SPMMD_ASSIGN_OR_RETURN(DenseMatrix w, RandomWeights(options_.dtype, m, k, sparsity, options_.mask, options_.seed));
     Resident dense;
     std::vector<std::pair<Format, Resident>> sparse;
     {
@@ -287,14 +233,11 @@ class Bench {
     for (const Format format : options_.formats) {
       SPMMD_ASSIGN_OR_RETURN(PackedLayer packed, Pack(format, w.view()));
       SPMMD_ASSIGN_OR_RETURN(Resident resident, MakeResident(packed));
-      std::fprintf(stderr, "%s %lldx%lld sparsity %.2f: %.4f bytes an element\n", std::string(Name(format)).c_str(),
-                   static_cast<long long>(m), static_cast<long long>(k), sparsity,
-                   static_cast<double>(resident.bytes) / (static_cast<double>(m) * static_cast<double>(k)));
       sparse.emplace_back(format, std::move(resident));
     }
     reference_n_ = -1;
     const int64_t most = *std::max_element(options_.tokens.begin(), options_.tokens.end());
-    const DenseMatrix x = RandomActivations(options_.dtype, most, k);
+    SPMMD_ASSIGN_OR_RETURN(const DenseMatrix x, RandomTokens(options_.dtype, most, k, options_.seed + 1));
     SPMMD_ASSIGN_OR_RETURN(void* x_device, Allocate(x.bytes()));
     SPMMD_ASSIGN_OR_RETURN(void* y_device, Allocate(static_cast<size_t>(most * m) * 2));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->memcpy_async(device_, x_device, x.view().data, x.bytes(), stream_)));
@@ -330,7 +273,6 @@ class Bench {
         if (cuda_->can_implement(resident.copies.front(), kernel, &call) != SPMMD_CUDA_OK) continue;
         const std::string name = cuda_->kernel_name(kernel);
         contenders.push_back({std::string(Name(format)), name, &resident, kernel, call, nullptr, 0, {}});
-        if (!options_.chain) continue;
         contenders.push_back({std::string(Name(format)), name + "+chain", &resident, kernel, call, nullptr, 0, {}});
         contenders.back().call.flags |= SPMMD_CUDA_FLAG_CHAIN;
       }
@@ -348,22 +290,33 @@ class Bench {
     for (Contender& contender : contenders) {
       SPMMD_ASSIGN_OR_RETURN(const double error, Error(contender, w, x));
       const Times times = Summarize(contender.us);
-      const double bytes =
-          static_cast<double>(contender.layer->bytes) + static_cast<double>(x.rows * (w.rows + w.cols)) * 2;
-      std::fprintf(csv_, "spmm,%s,%s,%s,%lld,%lld,%lld,%.2f,0,%.2f,%.2f,%.2f,%.0f,%.0f,%.1f,%.2f,%.3f,%.2e\n",
-                   contender.format.c_str(), contender.kernel.c_str(), std::string(Name(options_.dtype)).c_str(),
-                   static_cast<long long>(w.rows), static_cast<long long>(w.cols), static_cast<long long>(x.rows),
-                   sparsity, times.p50, times.p10, times.p90, bytes, bytes / times.p50 * 1e-3,
-                   bytes / (times.p50 * 1e-6) / ceiling_ * 100, dense_us, dense_us / times.p50, error);
-      std::fflush(csv_);
+      Row row;
+      row.op = "spmm";
+      row.format = contender.format;
+      row.kernel = contender.kernel;
+      row.dtype = std::string(Name(options_.dtype));
+      row.m = w.rows;
+      row.k = w.cols;
+      row.n = x.rows;
+      row.sparsity = sparsity;
+      row.us_p50 = times.p50;
+      row.us_p10 = times.p10;
+      row.us_p90 = times.p90;
+      row.bytes = static_cast<int64_t>(contender.layer->bytes) + x.rows * (w.rows + w.cols) * 2;
+      row.gbps = static_cast<double>(row.bytes) / times.p50 * 1e-3;
+      row.ceiling_pct = row.gbps * 1e9 / ceiling_ * 100;
+      row.dense_us = dense_us;
+      row.rel_error = error;
+      row.packed_share = static_cast<double>(contender.layer->bytes) / static_cast<double>(dense.bytes);
+      emit_(row);
       SPMMD_RETURN_IF_ERROR(Discard(contender));
     }
     return absl::OkStatus();
   }
 
-  const CudaSpmmOptions& options_;
+  const BenchOptions& options_;
   const std::shared_ptr<const CudaLibrary> cuda_;
-  std::FILE* const csv_;
+  const std::function<void(const Row&)>& emit_;
   spmmd_cuda_device* device_ = nullptr;
   spmmd_cuda_stream stream_ = nullptr;
   spmmd_cuda_event begin_ = nullptr;
@@ -377,16 +330,10 @@ class Bench {
 
 }  // namespace
 
-absl::Status RunCudaSpmm(const CudaSpmmOptions& options, std::FILE* csv) {
+absl::Status RunCudaSpmm(const BenchOptions& options, const std::function<void(const Row&)>& emit) {
   if (options.dtype == DType::kF32) return absl::InvalidArgumentError("dtype: fp32 weights do not run on a GPU");
-  if (options.shapes.empty() || options.tokens.empty() || options.sparsities.empty()) {
-    return absl::InvalidArgumentError("shapes, tokens and sparsity: give at least one each");
-  }
-  for (const int64_t n : options.tokens) {
-    if (n < 1) return absl::InvalidArgumentError(absl::StrCat("tokens: ", n, " is not positive"));
-  }
-  SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaLibrary> cuda, CudaLibrary::Load(options.library));
-  Bench bench(options, cuda, csv);
+  SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaLibrary> cuda, CudaLibrary::Load());
+  Bench bench(options, cuda, emit);
   return bench.Run();
 }
 

@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/bench/cpu_bench.h"
+#include "kernels/bench/cuda_spmm.h"
 #include "kernels/bench/report.h"
 
 namespace spmmd::bench {
@@ -72,7 +73,8 @@ absl::Status Run(const Flags& flags, std::FILE* csv, std::vector<Row>* rows) {
     rows->push_back(row);
   };
   if (flags.backend == "cpu") return RunCpu(flags.bench, emit);
-  return absl::UnimplementedError("backend: this build of spmm_bench has no CUDA backend");
+  if (flags.bench.op == "spmm") return RunCudaSpmm(flags.bench, emit);
+  return absl::UnimplementedError("op: --backend=cuda measures spmm; spmv_cuda_bench measures single tokens");
 }
 
 int Main(int argc, char** argv) {
