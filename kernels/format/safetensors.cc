@@ -270,6 +270,12 @@ absl::StatusOr<SafetensorsCheckpoint> SafetensorsCheckpoint::Open(const std::str
     return absl::InvalidArgumentError(absl::StrCat(path, ": neither a .safetensors file nor an .index.json"));
   }
   SPMMD_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::Open(path));
+  return FromFile(std::move(file));
+}
+
+SafetensorsCheckpoint SafetensorsCheckpoint::FromFile(SafetensorsFile file) {
+  SafetensorsCheckpoint checkpoint;
+  const std::string path;  // nothing is opened any more: any key will do
   for (const auto& [name, tensor] : file.tensors()) checkpoint.shard_of_.emplace(name, path);
   checkpoint.open_.emplace(path, std::move(file));
   return checkpoint;

@@ -56,6 +56,9 @@ class SafetensorsCheckpoint {
   // that directory with symbolic links resolved (INVALID_ARGUMENT). Errors as SafetensorsFile::Open.
   static absl::StatusOr<SafetensorsCheckpoint> Open(const std::string& path, const std::string& root = "");
 
+  // One file that is open already.
+  static SafetensorsCheckpoint FromFile(SafetensorsFile file);
+
   // Names in ascending order.
   std::vector<std::string> TensorNames() const;
   bool Contains(absl::string_view name) const;
