@@ -18,6 +18,10 @@ CTEST_ARGS ?=
 JOBS ?= $(shell nproc)
 VENV := .venv/bin
 
+# Paths relative to the checkout in ccache's keys: a second clone, or CI's, finds what the first one compiled.
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := true
+
 .PHONY: setup build demo test bench bench-gpu asan tsan lint format fuzz dist clean
 
 setup:
