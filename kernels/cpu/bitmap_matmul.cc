@@ -73,13 +73,15 @@ std::vector<TokenTile> CutTokens(int64_t token, int64_t count) {
   std::vector<TokenTile> cut;
   cut.reserve(static_cast<size_t>(tiles));
   int64_t offset = 0;
-  for (int64_t t = 0; t < tiles; ++t) {
+  for (int64_t left = tiles; left > 0; --left) {
     TokenTile tile;
-    tile.token = token + count * t / tiles;
-    tile.valid = static_cast<int>(token + count * (t + 1) / tiles - tile.token);
-    tile.padded = TileTokens(tile.valid);
+    tile.token = token;
+    tile.padded = TileTokens(static_cast<int>((count + left - 1) / left));
+    tile.valid = static_cast<int>(std::min<int64_t>(tile.padded, count));
     tile.offset = offset;
     offset += tile.padded;
+    token += tile.valid;
+    count -= tile.valid;
     cut.push_back(tile);
   }
   return cut;

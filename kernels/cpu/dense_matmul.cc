@@ -17,6 +17,10 @@ namespace {
 
 constexpr int64_t kRowsPerTask = 64;
 
+// Tokens of one pass over the weights: their fp32 rows should stay in the L2 cache.
+constexpr int64_t kDotPassTokens = 32;
+constexpr int64_t kSgemmPassTokens = 512;
+
 struct ThreadScratch {
   Workspace x;
   Workspace weights;
@@ -54,7 +58,7 @@ absl::Status SmallBatch(const PackedLayer& w, const float* x, int64_t x_stride, 
   pool.ParallelFor(tasks, [&](int64_t task, int /*worker*/) {
     const int64_t row = task * kRowsPerTask;
     const int64_t rows = std::min(kRowsPerTask, w.m - row);
-    alignas(64) float out[kMaxDotTokens * kRowsPerTask];
+    alignas(64) float out[kDotPassTokens * kRowsPerTask];
     DenseRows(w.dtype, weights + static_cast<size_t>(row * w.k) * SizeOf(w.dtype), rows, w.k, x, x_stride, tokens, out,
               kRowsPerTask);
     for (int64_t n = 0; n < tokens; ++n) {
@@ -111,14 +115,15 @@ absl::Status LargeBatch(const PackedLayer& w, const float* x, int64_t x_stride, 
 absl::Status DenseMatmul(const PackedLayer& w, const DenseView& x, const Epilogue& epilogue, const MutableDenseView& y,
                          ThreadPool& pool) {
   const int64_t x_stride = (x.cols + kDensePadding - 1) / kDensePadding * kDensePadding;
-  constexpr int64_t kPassTokens = 512;
-  for (int64_t begin = 0; begin < x.rows; begin += kPassTokens) {
-    const int64_t tokens = std::min(kPassTokens, x.rows - begin);
+  const bool dot = x.rows <= kMaxDotTokens;
+  const int64_t pass_tokens = dot ? kDotPassTokens : kSgemmPassTokens;
+  for (int64_t begin = 0; begin < x.rows; begin += pass_tokens) {
+    const int64_t tokens = std::min(pass_tokens, x.rows - begin);
     SPMMD_ASSIGN_OR_RETURN(float* const widened, Scratch().x.Floats(static_cast<size_t>(tokens * x_stride)));
     WidenTokens({x.row(begin), x.dtype, tokens, x.cols, x.row_stride}, x_stride, pool, widened);
     const MutableDenseView out{y.row(begin), y.dtype, tokens, y.cols, y.row_stride};
-    SPMMD_RETURN_IF_ERROR(tokens <= kMaxDotTokens ? SmallBatch(w, widened, x_stride, tokens, epilogue, out, pool)
-                                                  : LargeBatch(w, widened, x_stride, tokens, epilogue, out, pool));
+    SPMMD_RETURN_IF_ERROR(dot ? SmallBatch(w, widened, x_stride, tokens, epilogue, out, pool)
+                              : LargeBatch(w, widened, x_stride, tokens, epilogue, out, pool));
   }
   return absl::OkStatus();
 }
