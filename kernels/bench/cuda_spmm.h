@@ -8,6 +8,8 @@
 #define SPMMD_KERNELS_BENCH_CUDA_SPMM_H_
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/bench/cpu_bench.h"
@@ -15,8 +17,12 @@
 
 namespace spmmd::bench {
 
-// Calls `emit` for the dense baseline and for every kernel that executes one of options.formats. Stops at the first
-// error; UNAVAILABLE without a GPU. options.calls is not used: a graph holds at least 8 launches.
+// What was measured where, for the head of a summary.
+std::vector<std::string> CudaNotes();
+
+// Calls `emit` for the dense baseline and for every kernel that executes one of options.formats (BITMAP stands for its
+// GPU layout). Stops at the first error; UNAVAILABLE without a GPU. options.calls is not used: a graph holds at least 8
+// launches.
 absl::Status RunCudaSpmm(const BenchOptions& options, const std::function<void(const Row&)>& emit);
 
 }  // namespace spmmd::bench

@@ -153,7 +153,7 @@ int Main(int argc, char** argv) {
       absl::FPrintF(stderr, "spmm_bench: markdown: cannot write %s\n", flags.markdown);
       return 2;
     }
-    WriteMarkdown(markdown, CpuNotes(), rows);
+    WriteMarkdown(markdown, flags.backend == "cuda" ? CudaNotes() : CpuNotes(), rows);
     std::fclose(markdown);
   }
   return 0;
