@@ -21,7 +21,7 @@ namespace {
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
 constexpr size_t kMaxRank = 16;
-constexpr size_t kMaxIndexBytes = size_t{64} << 20;
+constexpr size_t kMaxIndexBytes = size_t{16} << 20;
 
 struct RawTensor {
   std::string dtype;
