@@ -102,6 +102,8 @@ __device__ __forceinline__ void AddRelease(uint32_t address, uint32_t value) {
 __device__ __forceinline__ void StoreRelease(uint32_t address, uint32_t value) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
+// A warp that polls shared memory leaves the issue slots to the others.
+__device__ __forceinline__ void PollPause() { __nanosleep(40); }
 __device__ __forceinline__ uint32_t LoadAcquire(uint32_t address) {
   uint32_t value;
   asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

@@ -32,7 +32,7 @@ namespace spmmd::cuda {
 namespace {
 
 constexpr int kMaxWarps = 16;
-constexpr int kMaxStages = 4;
+constexpr int kMaxStages = 2;
 constexpr int kMaxTokenTiles = 4;  // of 8 tokens
 constexpr int kGenerations = 2;    // buffers a warp has for sums that are being handed over
 constexpr int kMaxPieces = 6;      // leftover row blocks of which a CTA may have a share
@@ -47,7 +47,7 @@ struct SlabPlan {
   int splits;
   int cols_per_split;  // column blocks; the last split may have fewer, never none
   int groups;          // CTAs a split
-  int height;          // row blocks of a slab; divides warps
+  int height_log2;     // row blocks of a slab: a power of two that divides warps
   int rounds;          // slabs a CTA
   int leftovers;       // row blocks behind the rounds, shared by all CTAs of a split
   int warps;
@@ -57,15 +57,30 @@ struct SlabPlan {
     const int left = col_blocks - split * cols_per_split;
     return left < cols_per_split ? left : cols_per_split;
   }
-  __host__ __device__ int FirstLeftover() const { return rounds * groups * height; }
-  // CTAs of a split that take part in its leftovers: each gets at least one chunk.
-  __host__ __device__ int Sharers(int split) const {
-    const int64_t chunks = static_cast<int64_t>(leftovers) * SplitCols(split);
-    return chunks < groups ? static_cast<int>(chunks) : groups;
-  }
-  // First leftover chunk of sharer c; leftover chunks are numbered row block by row block.
+  __host__ __device__ int FirstLeftover() const { return rounds * groups << height_log2; }
+  // Leftover chunks of a split are numbered row block by row block and dealt out evenly: the first share_extra CTAs get
+  // share + 1 of them, the others share. [0] is for splits of full width, [1] for the last, which may be narrower.
+  int share[2];
+  int share_extra[2];
+
+  __host__ __device__ int height() const { return 1 << height_log2; }
+  __host__ __device__ int Narrow(int split) const { return split == splits - 1 ? 1 : 0; }
   __host__ __device__ int ShareBegin(int split, int c) const {
-    return static_cast<int>(static_cast<int64_t>(leftovers) * SplitCols(split) * c / Sharers(split));
+    const int which = Narrow(split);
+    return c * share[which] + (c < share_extra[which] ? c : share_extra[which]);
+  }
+  // The CTA whose share holds leftover chunk `chunk`.
+  __host__ __device__ int Sharer(int split, int chunk) const {
+    const int which = Narrow(split);
+    const int longer = share_extra[which] * (share[which] + 1);
+    return chunk < longer ? chunk / (share[which] + 1) : share_extra[which] + (chunk - longer) / share[which];
+  }
+  void DealOut() {
+    for (int which = 0; which < 2; ++which) {
+      const int chunks = leftovers * (which == 1 ? SplitCols(splits - 1) : cols_per_split);
+      share[which] = chunks / groups;
+      share_extra[which] = chunks % groups;
+    }
   }
 };
 
@@ -101,13 +116,14 @@ class Walk {
         warp_(warp),
         cols_(plan.SplitCols(split)),
         base_(split * plan.cols_per_split),
-        members_(plan.warps / plan.height) {
-    if (cta < plan.Sharers(split)) {
+        members_(plan.warps >> plan.height_log2) {
+    if (plan.leftovers > 0) {
       share_begin_ = plan.ShareBegin(split, cta);
       share_end_ = plan.ShareBegin(split, cta + 1);
+      first_leftover_ = share_begin_ / cols_;
     }
     share_ = share_begin_ + warp;
-    col_ = warp / plan.height;
+    col_ = warp >> plan.height_log2;
     Settle();
   }
 
@@ -139,7 +155,7 @@ class Walk {
   }
   // Leftover segments of the CTA.
   __device__ __forceinline__ int Pieces() const {
-    return share_begin_ == share_end_ ? 0 : (share_end_ - 1) / cols_ - share_begin_ / cols_ + 1;
+    return share_begin_ == share_end_ ? 0 : (share_end_ - 1) / cols_ - first_leftover_ + 1;
   }
 
  private:
@@ -147,7 +163,7 @@ class Walk {
     if (share_ < share_end_) {
       const int leftover = share_ / cols_;
       group_ = kLeftoverGroup;
-      segment_ = leftover - share_begin_ / cols_;
+      segment_ = leftover - first_leftover_;
       block_ = plan_.FirstLeftover() + leftover;
       col_now_ = share_ - leftover * cols_;
       return;
@@ -156,16 +172,16 @@ class Walk {
       col_ -= cols_;
       ++round_;
     }
-    group_ = warp_ % plan_.height;
+    group_ = warp_ & (plan_.height() - 1);
     segment_ = round_;
-    block_ = (round_ * plan_.groups + cta_) * plan_.height + group_;
+    block_ = ((round_ * plan_.groups + cta_) << plan_.height_log2) + group_;
     col_now_ = col_;
     done_ = round_ >= plan_.rounds;
   }
 
   const SlabPlan& plan_;
   int cta_, warp_, cols_, base_, members_;
-  int share_begin_ = 0, share_end_ = 0, share_;
+  int share_begin_ = 0, share_end_ = 0, first_leftover_ = 0, share_;
   int round_ = 0, col_;
   int group_ = 0, segment_ = 0, block_ = 0, col_now_ = 0;
   bool done_ = false;
@@ -179,30 +195,29 @@ __device__ __forceinline__ void StageActivations(const SlabParams& p, uint32_t x
   const auto threads = static_cast<int>(blockDim.x);
   // Eight threads a row of a box; consecutive boxes are consecutive in memory.
   const int unit = static_cast<int>(threadIdx.x) % 8;
-  for (int i = static_cast<int>(threadIdx.x) / 8; i < boxes * kTiles * 8; i += threads / 8) {
-    const int token = i / boxes;
-    const int box = i - token * boxes;
-    const int k = k_begin + box * kBoxCols + unit * 8;
-    const int row = token % 8;
-    const uint32_t to =
-        x_shared + static_cast<uint32_t>((box * kTiles + token / 8) * kBoxBytes + row * 128 + (unit ^ row) * 16);
-    const int64_t at = token * p.x_stride + k;
-    if (p.x_vectors != 0 && k + 8 <= p.k) {
-      const bool inside = token < p.tokens;
-      CopyAsync16(to, static_cast<const uint16_t*>(p.x) + (inside ? at : 0), inside);
-      continue;
-    }
-    uint32_t words[4] = {};
-    if (token < p.tokens) {
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (k + e < p.k) words[e / 2] |= uint32_t{LoadAs16<kIsBf16>(p.x, p.x_dtype, at + e)} << (e % 2 * 16);
+  for (int token = 0; token < kTiles * 8; ++token)
+    for (int box = static_cast<int>(threadIdx.x) / 8; box < boxes; box += threads / 8) {
+      const int k = k_begin + box * kBoxCols + unit * 8;
+      const int row = token % 8;
+      const uint32_t to =
+          x_shared + static_cast<uint32_t>((box * kTiles + token / 8) * kBoxBytes + row * 128 + (unit ^ row) * 16);
+      const int64_t at = token * p.x_stride + k;
+      if (p.x_vectors != 0 && k + 8 <= p.k) {
+        const bool inside = token < p.tokens;
+        CopyAsync16(to, static_cast<const uint16_t*>(p.x) + (inside ? at : 0), inside);
+        continue;
       }
+      uint32_t words[4] = {};
+      if (token < p.tokens) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (k + e < p.k) words[e / 2] |= uint32_t{LoadAs16<kIsBf16>(p.x, p.x_dtype, at + e)} << (e % 2 * 16);
+        }
+      }
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                   "r"(words[3])
+                   : "memory");
     }
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-                 "r"(words[3])
-                 : "memory");
-  }
   CopyAsyncWait();
 }
 
@@ -211,14 +226,10 @@ __device__ __forceinline__ void StoreSum(const SlabParams& p, int block, int til
   StoreTileQuad(p.epilogue, p.tokens, p.m, block, tile, lane, sum);
 }
 
-// The CTAs of a split whose leftover chunks meet row block `leftover`.
+// The first and the last CTA of a split whose leftover chunks meet row block `leftover`.
 __device__ __forceinline__ int2 Sharers(const SlabPlan& plan, int split, int leftover) {
-  const int64_t cols = plan.SplitCols(split);
-  const int64_t chunks = plan.leftovers * cols;
-  const int sharers = plan.Sharers(split);
-  const int64_t first = ((leftover * cols + 1) * sharers + chunks - 1) / chunks - 1;
-  const int64_t last = ((leftover + 1) * cols * sharers + chunks - 1) / chunks - 1;
-  return make_int2(static_cast<int>(first), static_cast<int>(last));
+  const int cols = plan.SplitCols(split);
+  return make_int2(plan.Sharer(split, leftover * cols), plan.Sharer(split, (leftover + 1) * cols - 1));
 }
 
 // All partial sums of a row block, in order.
@@ -376,14 +387,17 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
     if (lane == 0) claimed = CompareAndSwap(SharedAddress(&hand_over.claimed), count, count + 1);
     if (__shfl_sync(~0u, claimed, 0) != count) {
       while (LoadAcquire(SharedAddress(&hand_over.finished)) <= count) {
+        PollPause();
       }
       __syncwarp();
       return;
     }
     while (LoadAcquire(SharedAddress(&hand_over.announced)) <= count) {
+      PollPause();
     }
     const Segment segment = hand_over.segment;
     while (LoadAcquire(SharedAddress(&hand_over.arrived)) != static_cast<uint32_t>(segment.contributors)) {
+      PollPause();
     }
     __syncwarp();
     FinishSegment<kTiles>(p, segment, reinterpret_cast<const float*>(fragments + generation * warps * kTiles * 32),
@@ -466,11 +480,12 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
       for (int e = 0; e < 4; ++e) sum[tile][e] = 0.f;
     }
     const int2 contributors = walk.Contributors(group, index, block);
-    const int stride = leftover ? 1 : plan.height;
-    const int member = warp / stride;
+    const int stride_log2 = leftover ? 0 : plan.height_log2;
+    const int member = warp >> stride_log2;
     HandOver& hand_over = shared.hand_overs[group][generation];
     if (member == contributors.x && lane == 0) {  // its first chunk was mine: announce it
-      hand_over.segment = {index, block, stride, leftover ? 0 : group, warps / stride, contributors.x, contributors.y};
+      hand_over.segment = {index,          block,         1 << stride_log2, leftover ? 0 : group, warps >> stride_log2,
+                           contributors.x, contributors.y};
       StoreRelease(SharedAddress(&hand_over.announced), static_cast<uint32_t>(index / kGenerations + 1));
     }
     __syncwarp();
@@ -481,7 +496,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
   const auto finish_last = [&](int group, int segments) {
     for (int i = max(0, segments - kGenerations); i < segments; ++i) finish(group, i);
   };
-  if (warp < plan.height) finish_last(warp, plan.rounds);
+  if (warp < plan.height()) finish_last(warp, plan.rounds);
   if (warp == warps - 1) finish_last(kLeftoverGroup, pieces);
 }
 
@@ -536,7 +551,8 @@ SlabPlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t c
   constexpr double kBytesPerUsPerSm = 34e3;
   constexpr double kPartialBytesPerUs = 4e6;
   constexpr double kSecondKernelUs = 1.5;
-  constexpr double kHandOverUs = 0.15;
+  constexpr double kHandOverUs = 0.4;
+  constexpr double kElementsPerUsPerWarp = 2600;  // decoding, as long as warps do not compete for issue slots
   constexpr int64_t kWantedInFlight = 96 * 1024;
   constexpr int kMaxSplits = 64;
   SlabPlan best = {};
@@ -555,31 +571,31 @@ SlabPlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t c
     const int64_t most_groups = std::max<int64_t>(1, device.multiprocessors / plan.splits);
     for (const int warps : {16, 12, 8}) {
       plan.warps = warps;
-      for (plan.stages = kMaxStages; plan.stages >= 2; --plan.stages) {
-        if (SharedBytes(plan, tiles, chunk_cols, stage_bytes) <= MaxDynamicShared(device)) break;
-      }
-      if (plan.stages < 2) continue;
+      plan.stages = 2;  // with more in flight the first chunks arrive later
+      if (SharedBytes(plan, tiles, chunk_cols, stage_bytes) > MaxDynamicShared(device)) continue;
       const int64_t in_flight = warps * plan.stages * stage_bytes;
-      for (plan.height = 1; warps % plan.height == 0; plan.height *= 2) {
+      for (plan.height_log2 = 0; warps % plan.height() == 0; ++plan.height_log2) {
+        const int height = plan.height();
         // All SMs and shared leftovers, or as few CTAs as make the rounds even.
-        const int64_t slabs = CeilDiv(row_blocks, plan.height);
+        const int64_t slabs = CeilDiv(row_blocks, height);
         for (const int64_t groups : {most_groups, CeilDiv(slabs, CeilDiv(slabs, most_groups))}) {
           plan.groups = static_cast<int>(groups);
-          plan.rounds = static_cast<int>(row_blocks / (groups * plan.height));
-          plan.leftovers = static_cast<int>(row_blocks - groups * plan.height * plan.rounds);
+          plan.rounds = static_cast<int>(row_blocks / (groups * height));
+          plan.leftovers = static_cast<int>(row_blocks - groups * height * plan.rounds);
           if (plan.leftovers > (kMaxPieces - 2) * groups) continue;
           // Whole chunks of the busiest warp.
-          const double chunks =
-              std::ceil(static_cast<double>(plan.rounds) * plan.cols_per_split * plan.height / warps) +
-              std::ceil(static_cast<double>(plan.leftovers) * plan.cols_per_split / static_cast<double>(groups) /
-                        warps);
-          double us = chunks * warps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
+          const double chunks = std::ceil(static_cast<double>(plan.rounds) * plan.cols_per_split * height / warps) +
+                                std::ceil(static_cast<double>(plan.leftovers) * plan.cols_per_split /
+                                          static_cast<double>(groups) / warps);
+          double us = std::max(chunks * warps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm,
+                               chunks * 16 * chunk_cols / kElementsPerUsPerWarp);
           if (in_flight < kWantedInFlight) us *= 1.0 + 0.3 * (1.0 - static_cast<double>(in_flight) / kWantedInFlight);
           us += kHandOverUs * (plan.rounds + 2.0 * plan.leftovers / static_cast<double>(groups));
           if (plan.splits > 1) {
             us += kSecondKernelUs + static_cast<double>(row_blocks) * plan.splits * tiles * 1024 / kPartialBytesPerUs;
           }
           if (best.splits == 0 || us < best_us) {
+            plan.DealOut();
             best = plan;
             best_us = us;
           }
@@ -691,8 +707,22 @@ Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stre
   return {};
 }
 
+// Measured on an H200: it beats spmm_tile where one round of slabs covers the matrix and nothing has to be added up
+// between CTAs.
+bool Preferred(const spmmd_cuda_layer& layer, const Call& call) {
+  if (call.n > 8) return false;
+  const SlabPlan plan = PlanFor(layer, std::min(CeilDiv(layer.m, 16), kRowBlocksPerLaunch), 1);
+  return plan.splits == 1 && plan.leftovers == 0 && plan.rounds <= 1;
+}
+
 }  // namespace
 
-const Kernel kSpmmSlab = {"spmm_slab", kFormatBitmapGpu, false, CanImplement, ScratchBytes, Launch};
+const Kernel kSpmmSlab = {.name = "spmm_slab",
+                          .format = kFormatBitmapGpu,
+                          .sparse_input = false,
+                          .can_implement = CanImplement,
+                          .scratch_bytes = ScratchBytes,
+                          .launch = Launch,
+                          .preferred = Preferred};
 
 }  // namespace spmmd::cuda

@@ -6,8 +6,9 @@
 // takes whole tiles. Each warp fetches its own chunks through a private ring of bulk copies, one barrier a chunk.
 // X passes through a ring of 64-column boxes in shared memory, 128-byte swizzled, as wgmma wants its B operand.
 //
-// Reduction. Warpgroups along K add up in shared memory in a fixed order. Leftover tiles leave partial sums in the
-// workspace, which a second small kernel, launched early, adds up in a fixed order.
+// Reduction. Warpgroups along K add up in shared memory. Of leftover tiles each CTA leaves a partial sum in the
+// workspace, which a second small kernel, launched early, adds up (the last CTA to arrive doing it was no faster).
+// Always in the same order, and nobody ever waits for another CTA.
 //
 // Bytes an element: the format's, plus partial sums of the leftovers. Instructions an element: about 5.
 // Limiter: memory at 50 % sparsity and N <= 32; shared memory (decoding, and wgmma reading X again for every 64 rows)
@@ -38,6 +39,7 @@ constexpr int kWarps = kGroups * 4;
 constexpr int kThreads = (kGroups + 1) * 128;
 constexpr int kMaxStages = 4;
 constexpr int kMaxBoxes = 16;  // of all X rings together
+constexpr int kMaxRing = 8;    // of one: deeper ones were slower
 constexpr int kMaxPieces = 4;  // leftover tiles of which a CTA may have a share
 constexpr int kBoxCols = 64;
 constexpr int kDynamicAlignment = 1024;
@@ -59,14 +61,15 @@ struct TilePlan {
 
   __host__ __device__ int depth() const { return kGroups / height; }
   __host__ __device__ int FirstLeftover() const { return rounds * ctas; }
-  // CTAs that take part in the leftovers: each gets at least one unit.
-  __host__ __device__ int Sharers() const {
-    const int64_t all = static_cast<int64_t>(leftovers) * units;
-    return all < ctas ? static_cast<int>(all) : ctas;
-  }
-  // First leftover unit of sharer c; leftover units are numbered tile by tile.
-  __host__ __device__ int ShareBegin(int c) const {
-    return static_cast<int>(static_cast<int64_t>(leftovers) * units * c / Sharers());
+  // Leftover units are numbered tile by tile and dealt out evenly: the first share_extra CTAs get share + 1 of them,
+  // the others share.
+  int share;
+  int share_extra;
+  __host__ __device__ int ShareBegin(int c) const { return c * share + (c < share_extra ? c : share_extra); }
+  // The CTA whose share holds leftover unit `unit`.
+  __host__ __device__ int Sharer(int unit) const {
+    const int longer = share_extra * (share + 1);
+    return unit < longer ? unit / (share + 1) : share_extra + (unit - longer) / share;
   }
 };
 
@@ -85,7 +88,7 @@ struct TileParams {
 class Walk {
  public:
   __device__ __forceinline__ Walk(const TilePlan& plan, int cta) : plan_(plan), cta_(cta) {
-    if (plan.leftovers > 0 && cta < plan.Sharers()) {
+    if (plan.leftovers > 0) {
       const int begin = plan.ShareBegin(cta);
       left_ = plan.ShareBegin(cta + 1) - begin;
       const int leftover = begin / plan.units;
@@ -158,6 +161,22 @@ __device__ __forceinline__ void FetchChunk(const TileParams& p, uint32_t begin, 
   }
   BarrierArriveExpect(full, (end - begin) * 16);
   BulkLoad(to, p.chunks + uint64_t{begin} * 16, (end - begin) * 16, full);
+}
+
+// A quad of a leftover tile: the sum of all partial sums of a row block and token tile.
+template <int kTokens>
+__device__ __forceinline__ float4 SumPartials(const TileParams& p, int leftover, int row_block, int tile, int lane) {
+  const TilePlan& plan = p.plan;
+  const int first = plan.Sharer(leftover * plan.units);
+  const int last = plan.Sharer((leftover + 1) * plan.units - 1);
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+  for (int cta = first; cta <= last; ++cta) {
+    const int piece = leftover - plan.ShareBegin(cta) / plan.units;
+    const int64_t slot = (static_cast<int64_t>(cta) * kMaxPieces + piece) * plan.height * 4 + row_block;
+    AddQuad(sum, __ldcg(p.partials + (slot * (kTokens / 8) + tile) * 32 + lane));
+  }
+  return sum;
 }
 
 template <bool kIsBf16, int kTokens, int kChunkCols>
@@ -387,21 +406,9 @@ __global__ __launch_bounds__(256) void TileFinish(const __grid_constant__ TilePa
   const int tile = item % kTiles;
   const int block = item / kTiles % blocks;
   const int leftover = item / kTiles / blocks;
-  // CTAs whose share meets the tile.
-  const int64_t all = static_cast<int64_t>(plan.leftovers) * plan.units;
-  const int64_t sharers = plan.Sharers();
-  const auto first =
-      static_cast<int>(((static_cast<int64_t>(leftover) * plan.units + 1) * sharers + all - 1) / all - 1);
-  const auto last = static_cast<int>((static_cast<int64_t>(leftover + 1) * plan.units * sharers + all - 1) / all - 1);
   WaitForPrerequisites();
   if (leftover >= plan.leftovers) return;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int cta = first; cta <= last; ++cta) {
-    const int piece = leftover - plan.ShareBegin(cta) / plan.units;
-    const int64_t slot = (static_cast<int64_t>(cta) * kMaxPieces + piece) * blocks + block;
-    AddQuad(sum, __ldcg(p.partials + (slot * kTiles + tile) * 32 + lane));
-  }
+  const float4 sum = SumPartials<kTokens>(p, leftover, block, tile, lane);
   StoreTileQuad(p.epilogue, p.tokens, p.m, (plan.FirstLeftover() + leftover) * blocks + block, tile, lane, sum);
 }
 
@@ -449,6 +456,7 @@ TilePlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t c
   constexpr double kPartialBytesPerUs = 4e6;
   constexpr double kSecondKernelUs = 1.3;
   constexpr double kTileUs = 0.5;
+  constexpr double kShallowRing = 1.1;  // fewer than four boxes
   TilePlan best = {};
   double best_us = 0;
   for (const int height : {4, 2, 1}) {
@@ -458,7 +466,7 @@ TilePlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t c
     plan.height = height;
     plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth()));
     plan.stages = 2;
-    for (plan.boxes = kMaxBoxes / plan.depth(); plan.boxes >= 2; plan.boxes /= 2) {
+    for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth()); plan.boxes >= 2; plan.boxes /= 2) {
       if (SharedBytes(plan, tokens, stage_bytes) <= MaxDynamicShared(device)) break;
     }
     if (plan.boxes < 2) continue;
@@ -471,12 +479,16 @@ TilePlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t c
       plan.leftovers = static_cast<int>(tiles - plan.rounds * ctas);
       const double units = static_cast<double>(plan.rounds) * plan.units +
                            static_cast<double>(CeilDiv(int64_t{plan.leftovers} * plan.units, ctas));
-      double us = units * kWarps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm + kTileUs * (plan.rounds + 1);
+      double us = units * kWarps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
+      if (plan.boxes < 4) us *= kShallowRing;
+      us += kTileUs * (plan.rounds + 1) * (height < kGroups ? 2 : 1);
       if (plan.leftovers > 0) {
         us += kSecondKernelUs +
               static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
       }
       if (best.ctas == 0 || us < best_us) {
+        plan.share = static_cast<int>(int64_t{plan.leftovers} * plan.units / ctas);
+        plan.share_extra = static_cast<int>(int64_t{plan.leftovers} * plan.units % ctas);
         best = plan;
         best_us = us;
       }
