@@ -5,10 +5,9 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
-#include <vector>
 
+#include "kernels/cuda/parallel.h"
 #include "kernels/format/row_stream_decode.h"
 
 namespace spmmd::cuda {
@@ -227,17 +226,7 @@ Status ValidateRowStream(const LayerDesc& desc) {
   row_stream::View view;
   const char* error = row_stream::Open(source, &view);
   if (error == nullptr) {
-    error = row_stream::CheckDecode(view, [](int64_t tiles, const auto& body) {
-      const auto workers = static_cast<int>(
-          std::clamp<int64_t>(tiles / 16, 1, std::min<int64_t>(16, std::max(1u, std::thread::hardware_concurrency()))));
-      std::vector<std::thread> threads;
-      const auto part = [&](int worker) {
-        for (int64_t tile = tiles * worker / workers; tile < tiles * (worker + 1) / workers; ++tile) body(tile);
-      };
-      for (int worker = 1; worker < workers; ++worker) threads.emplace_back(part, worker);
-      part(0);
-      for (std::thread& thread : threads) thread.join();
-    });
+    error = row_stream::CheckDecode(view, [](int64_t tiles, const auto& body) { ParallelFor(tiles, body); });
   }
   return error == nullptr ? Status() : DataLoss(std::string("ROW_STREAM: ") + error);
 }
