@@ -41,14 +41,15 @@ void AttachReason(absl::string_view reason, const ErrorMetadata& metadata, absl:
 
 }  // namespace
 
-absl::Status FieldError(absl::string_view path, absl::string_view problem) {
+absl::Status FieldError(absl::string_view path, absl::string_view problem, absl::string_view reason,
+                        const ErrorMetadata& metadata) {
   absl::Status status(absl::StatusCode::kInvalidArgument, absl::StrCat(path, ": ", problem));
   google::rpc::BadRequest bad_request;
   google::rpc::BadRequest::FieldViolation& violation = *bad_request.add_field_violations();
   violation.set_field(std::string(path));
   violation.set_description(std::string(problem));
   Attach(bad_request, &status);
-  AttachReason(reason::kInvalidField, {}, &status);
+  AttachReason(reason, metadata, &status);
   return status;
 }
 

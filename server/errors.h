@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <map>
+#include <new>
 #include <optional>
 #include <string>
 
@@ -43,6 +44,7 @@ inline constexpr absl::string_view kContentHashMismatch = "CONTENT_HASH_MISMATCH
 inline constexpr absl::string_view kContentSourceLost = "CONTENT_SOURCE_LOST";
 inline constexpr absl::string_view kCorruptFile = "CORRUPT_FILE";
 inline constexpr absl::string_view kNoModelRepository = "NO_MODEL_REPOSITORY";
+inline constexpr absl::string_view kTooManyLayers = "TOO_MANY_LAYERS";
 inline constexpr absl::string_view kTooManyPrograms = "TOO_MANY_PROGRAMS";
 inline constexpr absl::string_view kUnsupported = "UNSUPPORTED";
 inline constexpr absl::string_view kDeviceLost = "DEVICE_LOST";
@@ -53,8 +55,9 @@ inline constexpr absl::string_view kCancelled = "CANCELLED";
 
 using ErrorMetadata = std::map<std::string, std::string>;
 
-// INVALID_ARGUMENT: "<path>: <problem>", with BadRequest and ErrorInfo INVALID_FIELD.
-absl::Status FieldError(absl::string_view path, absl::string_view problem);
+// INVALID_ARGUMENT: "<path>: <problem>", with BadRequest and ErrorInfo.
+absl::Status FieldError(absl::string_view path, absl::string_view problem,
+                        absl::string_view reason = reason::kInvalidField, const ErrorMetadata& metadata = {});
 
 // FieldError with the message of an error that a lower layer found in that field; other codes than INVALID_ARGUMENT and
 // OUT_OF_RANGE keep their code. OK stays OK.
@@ -71,6 +74,17 @@ absl::Status Exhausted(absl::string_view reason, absl::string_view message, absl
 // RESOURCE_EXHAUSTED of a memory budget: the text and the metadata name needed, free and limit in bytes.
 absl::Status OutOfMemory(absl::string_view reason, absl::string_view where, uint64_t needed, uint64_t free,
                          uint64_t limit);
+
+// What `body` returns (a Status or a StatusOr); RESOURCE_EXHAUSTED when the host has no memory for it. Stands where a
+// caller's sizes decide how much is allocated, so that his failure stays his.
+template <typename Body>
+auto GuardHostMemory(const Body& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return MakeError(absl::StatusCode::kResourceExhausted, reason::kHostMemory, "host memory: an allocation failed");
+  }
+}
 
 // The same error as google.rpc.Status. A status without ErrorInfo gets one whose reason is the canonical code's name.
 google::rpc::Status ToRpcStatus(const absl::Status& status);

@@ -20,6 +20,8 @@ namespace spmmd::server {
 namespace {
 
 constexpr int kMaxPageSize = 1000;
+// Expired entries that the table of contents may keep.
+constexpr int64_t kContentSlack = 64;
 // How often a registration that waits for another one looks whether it was cancelled.
 constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
 
@@ -155,6 +157,7 @@ absl::Status LayerCatalog::Unregister(const pb::UnregisterLayerRequest& request,
       versions.erase(layer);
       if (versions.empty()) names_.erase(entry);
     }
+    layer_count_ -= static_cast<int64_t>(removed.size());
     generation_.fetch_add(1, std::memory_order_release);
   }
   // Content shared with other layers stays; what goes away is known once all its users among the removed ones are gone.
@@ -168,9 +171,13 @@ absl::Status LayerCatalog::Unregister(const pb::UnregisterLayerRequest& request,
   uint64_t freed_bytes = 0;
   for (const auto& [key, content] : contents) {
     if (content.first.expired()) freed_bytes += content.second;
+  }
+  {
+    // A registration that shares content may have been its last user: sweep, but not at every call.
     absl::MutexLock lock(&mutex_);
-    const auto entry = contents_.find(key);
-    if (entry != contents_.end() && entry->second.expired()) contents_.erase(entry);
+    if (static_cast<int64_t>(contents_.size()) > 2 * layer_count_ + kContentSlack) {
+      absl::erase_if(contents_, [](const auto& entry) { return entry.second.expired(); });
+    }
   }
   response->set_removed_versions(static_cast<int32_t>(removed.size()));
   response->set_freed_bytes(freed_bytes);
@@ -183,6 +190,14 @@ absl::Status LayerCatalog::Pin(const pb::PinLayerRequest& request, pb::PinLayerR
   layer->set_pinned(request.pinned());
   layer->Describe(/*full=*/true, response->mutable_layer());
   return absl::OkStatus();
+}
+
+absl::Status LayerCatalog::CheckLayerCount() const {
+  absl::ReaderMutexLock lock(&mutex_);
+  if (layer_count_ < options_.max_layers) return absl::OkStatus();
+  return Exhausted(reason::kTooManyLayers,
+                   absl::StrCat(layer_count_, " layers are registered, the limit is ", options_.max_layers),
+                   absl::ZeroDuration(), {{"limit", absl::StrCat(options_.max_layers)}});
 }
 
 Device* LayerCatalog::DeviceFor(pb::Placement /*placement*/) const {
@@ -244,6 +259,7 @@ std::shared_ptr<const ServedLayer> LayerCatalog::Publish(const pb::LayerSpec& sp
   }
   auto layer = std::make_shared<const ServedLayer>(spec, ++name.last_version, std::move(content), created, metrics_);
   name.versions.emplace(layer->version(), layer);
+  ++layer_count_;
   generation_.fetch_add(1, std::memory_order_release);
   return layer;
 }

@@ -44,6 +44,8 @@ class LayerCatalog {
     uint64_t upload_limit_bytes = 0;
     // Largest ContentChunk.data.
     uint64_t max_chunk_bytes = uint64_t{4} * 1024 * 1024;
+    // Layers, all versions counted. A tiny layer costs the host more than the device bytes that its budget counts.
+    int64_t max_layers = 100'000;
   };
 
   // At least one device. Devices and metrics must outlive the catalog; every Upload must be gone before it.
@@ -102,6 +104,8 @@ class LayerCatalog {
   // Makes the layer visible. An identical newest version of the same name is returned instead of a new one.
   std::shared_ptr<const ServedLayer> Publish(const pb::LayerSpec& spec, std::shared_ptr<const LayerContent> content,
                                              absl::Time created) ABSL_LOCKS_EXCLUDED(mutex_);
+  // RESOURCE_EXHAUSTED when no more layers may be registered.
+  absl::Status CheckLayerCount() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Where a new layer goes.
   Device* DeviceFor(pb::Placement placement) const;
   absl::StatusOr<std::shared_ptr<const ServedLayer>> FindLocked(absl::string_view name, int64_t version) const
@@ -116,6 +120,7 @@ class LayerCatalog {
   mutable absl::Mutex mutex_;
   absl::CondVar conversion_ended_;
   absl::flat_hash_map<std::string, Name> names_ ABSL_GUARDED_BY(mutex_);
+  int64_t layer_count_ ABSL_GUARDED_BY(mutex_) = 0;
   // By content key. Entries leave with their last user.
   absl::flat_hash_map<std::string, std::weak_ptr<const LayerContent>> contents_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<std::string, std::shared_ptr<Conversion>> conversions_ ABSL_GUARDED_BY(mutex_);

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <utility>
 
-#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/base/status_macros.h"
@@ -111,15 +110,13 @@ void Content::AdvanceHash() {
 absl::Status Content::CheckComplete() const {
   for (const Part& part : parts_) {
     if (part.received == part.bytes) continue;
-    const absl::Status truncated = MakeError(absl::StatusCode::kInvalidArgument, reason::kTruncatedUpload, "",
-                                             {{"part", PartName(part.id)},
-                                              {"received", absl::StrCat(part.received)},
-                                              {"expected", absl::StrCat(part.bytes)}});
-    absl::Status named = FieldError("chunk.data", absl::StrCat("the upload ended with ", part.received, " of ",
-                                                               part.bytes, " bytes of ", PartName(part.id)));
-    truncated.ForEachPayload(
-        [&named](absl::string_view url, const absl::Cord& payload) { named.SetPayload(url, payload); });
-    return named;
+    return FieldError(
+        "chunk.data",
+        absl::StrCat("the upload ended with ", part.received, " of ", part.bytes, " bytes of ", PartName(part.id)),
+        reason::kTruncatedUpload,
+        {{"part", PartName(part.id)},
+         {"received", absl::StrCat(part.received)},
+         {"expected", absl::StrCat(part.bytes)}});
   }
   return absl::OkStatus();
 }

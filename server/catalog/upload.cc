@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/format/bitmap.h"
 #include "kernels/format/import.h"
 #include "kernels/format/prune.h"
 #include "server/catalog/catalog.h"
@@ -18,11 +19,30 @@ absl::Status SourceLost() {
                    "the registration that was bringing the same content ended without it: try again");
 }
 
-// What the sections of a packed layer are called, in the order that its format puts them.
-pb::LayerSection Describe(const PackedLayer& packed, const Section& section) {
-  pb::LayerSection out;
+// What a section is called in its format's header.
+std::string SectionName(const PackedLayer& packed, const Section& section) {
+  if (packed.format == Format::kDense) return "values";
+  if (packed.format == Format::kBitmap) {
+    switch (section.id) {
+      case bitmap::kValues:
+        return "values";
+      case bitmap::kMasks:
+        return "masks";
+      case bitmap::kTileStarts:
+        return "tile_starts";
+      case bitmap::kColumnStarts:
+        return "column_starts";
+      default:
+        break;
+    }
+  }
   const bool values = section.section_class == SectionClass::kValues;
-  out.set_name(packed.sections.size() == 1 ? "values" : absl::StrCat(values ? "values" : "metadata", ".", section.id));
+  return absl::StrCat(values ? "values." : "metadata.", section.id);
+}
+
+pb::LayerSection DescribeSection(const PackedLayer& packed, const Section& section) {
+  pb::LayerSection out;
+  out.set_name(SectionName(packed, section));
   out.set_bytes(section.data.size());
   out.set_padding_bytes(section.padding);
   return out;
@@ -56,6 +76,7 @@ void Upload::EndLead(absl::StatusOr<std::shared_ptr<const LayerContent>> result)
 
 absl::Status Upload::Start() {
   SPMMD_RETURN_IF_ERROR(CheckSpec(spec_, /*complete=*/false));
+  SPMMD_RETURN_IF_ERROR(catalog_->CheckLayerCount());
   if (spec_.has_file()) {
     SPMMD_ASSIGN_OR_RETURN(file_, FileSource::Open(catalog_->options_.model_repository, &spec_));
   }
@@ -108,7 +129,7 @@ absl::Status Upload::Append(const pb::ContentChunk& chunk) {
 }
 
 absl::StatusOr<pb::Layer> Upload::Finish() {
-  absl::StatusOr<std::shared_ptr<const LayerContent>> content = Resolve();
+  absl::StatusOr<std::shared_ptr<const LayerContent>> content = GuardHostMemory([this] { return Resolve(); });
   EndLead(content);
   // Everything that only the registration needed goes before the answer.
   content_.reset();
@@ -212,7 +233,7 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
   content->format = packed->format;
   content->format_reason = std::move(choice.reason);
   content->has_bias = !bias.empty();
-  for (const Section& section : packed->sections) content->sections.push_back(Describe(*packed, section));
+  for (const Section& section : packed->sections) content->sections.push_back(DescribeSection(*packed, section));
   if (!bias.empty()) {
     pb::LayerSection section;
     section.set_name("bias");

@@ -6,6 +6,7 @@
 #include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
 #include "server/device/elementwise.h"
+#include "server/errors.h"
 
 namespace spmmd::server {
 namespace {
@@ -77,7 +78,7 @@ void Workspace::EndRun() {
 }
 
 absl::Status CpuRunner::Run(Job& job) {
-  const absl::Status status = job.rows == 0 ? absl::OkStatus() : RunSteps(job);
+  const absl::Status status = job.rows == 0 ? absl::OkStatus() : GuardHostMemory([&] { return RunSteps(job); });
   workspace_.EndRun();
   return status;
 }

@@ -59,8 +59,9 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
   const absl::Time start = absl::Now();
   auto job = std::make_shared<Job>();
   job->deadline = deadline;
-  if (absl::Status status = Prepare(request, response, job.get()); !status.ok()) {
-    done(std::move(status));
+  absl::Status prepared = GuardHostMemory([&] { return Prepare(request, response, job.get()); });
+  if (!prepared.ok()) {
+    done(std::move(prepared));
     return nullptr;
   }
   job->done = [job = job.get(), response, start, done = std::move(done)](absl::Status status) mutable {

@@ -127,7 +127,12 @@ TEST(CatalogTest, LayerMessageTellsEverything) {
   EXPECT_EQ(layer->activation_threshold(), 0.25f);
   EXPECT_GT(layer->create_time().seconds(), 0);
   uint64_t sum = 0;
-  for (const auto& section : layer->sections()) sum += section.bytes();
+  std::vector<std::string> sections;
+  for (const auto& section : layer->sections()) {
+    sum += section.bytes();
+    sections.push_back(section.name());
+  }
+  EXPECT_THAT(sections, ::testing::UnorderedElementsAre("values", "masks", "tile_starts", "column_starts", "bias"));
   EXPECT_EQ(sum, layer->bytes());
   ASSERT_EQ(layer->residency_size(), 1);
   EXPECT_EQ(layer->residency(0).device(), "cpu:0");
@@ -143,6 +148,16 @@ TEST(CatalogTest, AutoStoresDenseWhatIsNotSparse) {
   ASSERT_TRUE(layer.ok());
   EXPECT_EQ(layer->format(), pb::FORMAT_DENSE);
   EXPECT_THAT(layer->format_reason(), HasSubstr("DENSE"));
+  // fp32 values gain from BITMAP later than 16-bit ones, and can be asked for.
+  const DenseMatrix half = RandomMatrix(DType::kF32, 128, 128, 0.5, 3);
+  const auto full = core.Register("full", half.view());
+  ASSERT_TRUE(full.ok());
+  EXPECT_EQ(full->format(), pb::FORMAT_DENSE);
+  EXPECT_THAT(full->format_reason(), HasSubstr("fp32"));
+  EXPECT_EQ(core.Register("sparse", RandomMatrix(DType::kF32, 128, 128, 0.95, 3).view())->format(), pb::FORMAT_BITMAP);
+  pb::LayerSpec spec = DenseSpec("asked", half.view());
+  spec.set_format(pb::FORMAT_BITMAP);
+  EXPECT_EQ(core.Register(spec, half.view())->format(), pb::FORMAT_BITMAP);
 }
 
 struct BadSpec {
@@ -515,6 +530,19 @@ TEST(CatalogTest, VersionsCountUpAndFindPicksTheNewest) {
   EXPECT_EQ(response.removed_versions(), 2);
   EXPECT_EQ(core.Unregister("w").code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(core.device.budget().used(), 0u);
+}
+
+TEST(CatalogTest, LayersAreBounded) {
+  CoreOptions options;
+  options.max_layers = 2;
+  Core core(options);
+  ASSERT_TRUE(core.Register("a", RandomMatrix(DType::kF16, 4, 4, 0.5, 1).view()).ok());
+  ASSERT_TRUE(core.Register("a", RandomMatrix(DType::kF16, 4, 4, 0.5, 2).view()).ok());
+  const absl::Status status = core.Register("b", RandomMatrix(DType::kF16, 4, 4, 0.5, 3).view()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(status), "TOO_MANY_LAYERS");
+  ASSERT_TRUE(core.Unregister("a", 1).ok());
+  EXPECT_TRUE(core.Register("b", RandomMatrix(DType::kF16, 4, 4, 0.5, 3).view()).ok());
 }
 
 TEST(CatalogTest, ListPagesInOrder) {

@@ -176,6 +176,7 @@ struct CoreOptions {
   Executor::Options queue;
   std::string model_repository;
   uint64_t max_chunk_bytes = 4 << 20;
+  int64_t max_layers = 1000;
   Engine::Options engine;
 };
 
@@ -183,7 +184,8 @@ class Core {
  public:
   explicit Core(const CoreOptions& options = {})
       : device(DeviceOptionsOf(options), &metrics),
-        catalog({options.model_repository, options.upload_memory, options.max_chunk_bytes}, {&device}, &metrics),
+        catalog({options.model_repository, options.upload_memory, options.max_chunk_bytes, options.max_layers},
+                {&device}, &metrics),
         engine(options.engine, &catalog, &metrics) {}
 
   absl::StatusOr<pb::Layer> Register(const pb::LayerSpec& spec, const DenseView& w,

@@ -65,6 +65,13 @@ TEST(ErrorsTest, AtFieldKeepsOtherCodesAndTheirDetails) {
   EXPECT_EQ(ReasonOf(status), "LAYER_NOT_FOUND");
 }
 
+TEST(ErrorsTest, AllocationFailureIsTheCallersError) {
+  const absl::Status status = GuardHostMemory([]() -> absl::Status { throw std::bad_alloc(); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(status), "HOST_MEMORY");
+  EXPECT_TRUE(GuardHostMemory([] { return absl::OkStatus(); }).ok());
+}
+
 TEST(ErrorsTest, RpcStatusRoundTrips) {
   const absl::Status status = FieldError("a.b", "c");
   EXPECT_EQ(FromRpcStatus(ToRpcStatus(status)), status);
