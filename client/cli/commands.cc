@@ -28,9 +28,13 @@ double Seconds(const google::protobuf::Duration& duration) {
   return static_cast<double>(TimeUtil::DurationToNanoseconds(duration)) * 1e-9;
 }
 
-// One line that overwrites itself.
+// One line that overwrites itself, ten times a second.
 client::ProgressCallback MakeProgress() {
-  return [](const client::RegisterProgress& progress) {
+  constexpr absl::Duration kInterval = absl::Milliseconds(100);
+  return [drawn = absl::InfinitePast()](const client::RegisterProgress& progress) mutable {
+    const absl::Time now = absl::Now();
+    if (now - drawn < kInterval) return true;
+    drawn = now;
     if (progress.state == v1::LAYER_STATE_PACKING) {
       std::fputs("\r\033[Kpacking", stderr);
     } else if (progress.total_bytes > 0) {
