@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -30,13 +31,13 @@ std::byte* MapAligned(size_t bytes) {
   const size_t reserved = bytes + kHugePage;
   void* raw = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return nullptr;
-  const auto begin = reinterpret_cast<uintptr_t>(raw);
-  const uintptr_t aligned = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  if (aligned != begin) munmap(raw, aligned - begin);
-  const size_t tail = begin + reserved - (aligned + bytes);
-  if (tail != 0) munmap(reinterpret_cast<void*>(aligned + bytes), tail);
-  madvise(reinterpret_cast<void*>(aligned), bytes, MADV_HUGEPAGE);  // advice only: failure is harmless
-  return reinterpret_cast<std::byte*>(aligned);
+  auto* const begin = static_cast<std::byte*>(raw);
+  const size_t head = (kHugePage - reinterpret_cast<uintptr_t>(raw) % kHugePage) % kHugePage;
+  std::byte* const aligned = begin + head;
+  if (head != 0) munmap(begin, head);
+  if (head != kHugePage) munmap(aligned + bytes, kHugePage - head);
+  madvise(aligned, bytes, MADV_HUGEPAGE);  // advice only: failure is harmless
+  return aligned;
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ thread_local const Frame* innermost_frame = nullptr;
 // epoch. A worker that sees an open epoch joins it (joined + 1) before it may touch the fields. The caller closes the
 // epoch when no task is left to hand out, and returns once joined is back to zero. A worker that wakes up late finds
 // the epoch closed and never looks at the job, so a short loop does not wait for sleepers.
-struct ThreadPool::State {
+struct ThreadPool::State {  // NOLINT(clang-analyzer-optin.performance.Padding): no line is shared on purpose
   static constexpr uint64_t kJoinedOne = 1;
   static constexpr uint64_t kJoinedMask = 0xffff;
   static constexpr uint64_t kOpen = uint64_t{1} << 16;
