@@ -72,6 +72,8 @@ absl::Status App::Init() {
   SetDefaultThreads(options_.cpu_threads);
   metrics_ = std::make_shared<Metrics>();
   SPMMD_RETURN_IF_ERROR(StartDevices());
+  if (options_.max_queue_delay > absl::ZeroDuration()) LogWarning("--max-queue-delay has no effect in this version");
+  if (!options_.cache_dir.empty()) LogWarning("--cache-dir has no effect in this version");
   metrics_->SetBuildInfo(Version(), Revision(), backend_);
 
   std::vector<Device*> devices;

@@ -10,6 +10,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "nlohmann/json.hpp"
@@ -72,7 +73,9 @@ void AppendText(std::string_view value, std::string* line) {
   if (plain) {
     line->append(value);
   } else {
-    absl::StrAppend(line, "\"", absl::Utf8SafeCEscape({value.data(), value.size()}), "\"");
+    // A single quote needs no escape inside double ones, and error texts are full of them.
+    absl::StrAppend(line, "\"",
+                    absl::StrReplaceAll(absl::Utf8SafeCEscape({value.data(), value.size()}), {{"\\'", "'"}}), "\"");
   }
 }
 

@@ -38,7 +38,6 @@ bool TakeLogLine(int64_t* suppressed) {
 
 CallScope::CallScope(RpcContext& rpc, const Method& method, grpc::CallbackServerContext* context, bool counted)
     : rpc_(rpc), method_(method), context_(context), counted_(counted), started_(absl::Now()) {
-  rpc_.calls.fetch_add(1, std::memory_order_relaxed);
   if (counted_) method_.metrics->Started();
   const auto& metadata = context->client_metadata();
   if (const auto it = metadata.find("x-request-id"); it != metadata.end()) {
@@ -47,9 +46,11 @@ CallScope::CallScope(RpcContext& rpc, const Method& method, grpc::CallbackServer
   }
 }
 
-CallScope::~CallScope() { rpc_.calls.fetch_sub(1, std::memory_order_release); }
+CallScope::~CallScope() {
+  if (admitted_) rpc_.calls.fetch_sub(1, std::memory_order_release);
+}
 
-absl::Status CallScope::Admit() const {
+absl::Status CallScope::Admit() {
   if (rpc_.auth != nullptr) {
     const auto& metadata = context_->client_metadata();
     const auto it = metadata.find("authorization");
@@ -58,7 +59,15 @@ absl::Status CallScope::Admit() const {
         method_.group);
     if (!status.ok()) return status;
   }
-  if (method_.needs_layers && rpc_.state.load(std::memory_order_acquire) == ServingState::kStarting) {
+  // Counted before the state is looked at, so that a drain either sees the call or refuses it.
+  rpc_.calls.fetch_add(1);
+  admitted_ = true;
+  if (rpc_.state.load() == ServingState::kDraining) {
+    rpc_.calls.fetch_sub(1);
+    admitted_ = false;
+    return MakeError(absl::StatusCode::kUnavailable, reason::kDraining, "the server is shutting down");
+  }
+  if (method_.needs_layers && rpc_.state.load() == ServingState::kStarting) {
     return MakeError(absl::StatusCode::kUnavailable, "STARTING", "the server is still loading its layers");
   }
   return absl::OkStatus();

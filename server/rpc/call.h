@@ -32,8 +32,8 @@ class CallScope {
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;
 
-  // Whether the call may proceed: token and server state.
-  absl::Status Admit() const;
+  // Whether the call may proceed: token and server state. A call that may holds up the drain until this object is gone.
+  absl::Status Admit();
   // The caller's deadline, or infinity.
   absl::Time deadline() const;
 
@@ -50,6 +50,7 @@ class CallScope {
   const Method& method_;
   grpc::CallbackServerContext* const context_;
   const bool counted_;
+  bool admitted_ = false;
   const absl::Time started_;
   std::string request_id_;
 };

@@ -48,7 +48,7 @@ struct RpcContext {
   std::atomic<ServingState> state{ServingState::kStarting};
   std::atomic<int> uploads{0};
   std::atomic<int> blocking_calls{0};
-  // Calls that have arrived and whose answer has not been handed to the network.
+  // Calls that were admitted and whose answer has not been handed to the network.
   std::atomic<int> calls{0};
 
   absl::Mutex streams_mutex;

@@ -1,4 +1,4 @@
-// Server credentials: plain text, TLS, mutual TLS; certificates are read again when their files change.
+// Server credentials: plain text, TLS, mutual TLS; certificates are followed when their files change.
 #ifndef SPMMD_SERVER_RPC_CREDENTIALS_H_
 #define SPMMD_SERVER_RPC_CREDENTIALS_H_
 

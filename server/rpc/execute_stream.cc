@@ -44,7 +44,7 @@ class ExecuteStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     }
     StartRead(&in_);
     // One that begins while the server drains has missed BeginDrain.
-    if (rpc.state.load(std::memory_order_acquire) == ServingState::kDraining) BeginDrain();
+    if (rpc.state.load() == ServingState::kDraining) BeginDrain();
   }
 
   void OnReadDone(bool ok) override {
@@ -178,7 +178,8 @@ class ExecuteStreamCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   }
 
   void ReadMore() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (reading_ || reads_done_ || finished_ || in_flight_ >= scope_.rpc().limits.max_stream_in_flight) return;
+    if (reading_ || reads_done_ || finished_ || draining_ || in_flight_ >= scope_.rpc().limits.max_stream_in_flight)
+      return;
     reading_ = true;
     StartRead(&in_);
   }

@@ -1,6 +1,5 @@
 #include "server/rpc/server.h"
 
-#include <grpc/grpc.h>
 #include <grpc/support/log.h>
 
 #include <algorithm>
@@ -8,7 +7,6 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -34,8 +32,8 @@ namespace {
 
 constexpr const char* kServiceNames[] = {"spmm.v1.SparseMatmul", "spmm.v1.LayerCatalog"};
 
-// gRPC offers reflection and channelz on every server of the process once their libraries are linked or switched on. This
-// takes them away from one.
+// gRPC offers reflection and channelz on every server of the process once their libraries are linked or switched on.
+// This takes them away from one.
 class OfferOnly final : public grpc::ServerBuilderOption {
  public:
   OfferOnly(bool reflection, bool channelz) : reflection_(reflection), channelz_(channelz) {}
@@ -167,28 +165,28 @@ void RpcServer::SetNotServing() { SetHealth(false); }
 bool RpcServer::Drain(absl::Duration timeout) {
   SetHealth(false);
   const absl::Time deadline = absl::Now() + timeout;
-  rpc_->state.store(ServingState::kDraining, std::memory_order_release);
-  // Shutdown blocks until every call has ended, health watches of clients included, which never do; so it runs beside,
-  // and when our own calls have ended what is left is cancelled.
-  std::thread shutdown([&] { server_->Shutdown(absl::ToChronoTime(deadline)); });
+  // gRPC's own shutdown comes last: from its first moment on, calls that are on their way end as CANCELLED, which no
+  // client tries elsewhere, instead of UNAVAILABLE.
+  rpc_->state.store(ServingState::kDraining);
   {
     absl::MutexLock lock(&rpc_->streams_mutex);
     for (DrainableCall* stream : rpc_->streams) stream->BeginDrain();
   }
   constexpr absl::Duration kLook = absl::Milliseconds(5);
-  // A request may have been read from its connection and not yet have reached a handler: only a lasting zero counts.
+  // A call may have been read from its connection and not yet have reached a handler. New ones are refused, so this
+  // ends.
   constexpr int kQuietLooks = 10;
   int quiet = 0;
   while (quiet < kQuietLooks && absl::Now() < deadline) {
-    quiet = rpc_->calls.load(std::memory_order_acquire) == 0 ? quiet + 1 : 0;
+    quiet = rpc_->calls.load() == 0 ? quiet + 1 : 0;
     absl::SleepFor(kLook);
   }
-  const int cut_off = rpc_->calls.load(std::memory_order_acquire);
-  grpc_server_cancel_all_calls(server_->c_server());
-  shutdown.join();
+  const bool clean = rpc_->calls.load() == 0;
+  // Health watches of clients never end by themselves; a moment for what is being refused.
+  server_->Shutdown(absl::ToChronoTime(absl::Now() + absl::Milliseconds(100)));
   if (health_server_ != nullptr) health_server_->Shutdown(std::chrono::system_clock::now());
   RemoveSocketFiles(socket_files_);
-  return cut_off == 0;
+  return clean;
 }
 
 RpcServer::~RpcServer() {

@@ -35,8 +35,8 @@ class RpcServer {
   void SetServing();
   // Health says NOT_SERVING; calls are still served.
   void SetNotServing();
-  // Stops accepting, ends idle streams, waits for the calls in flight up to `timeout`, cancels the rest. True when
-  // every call ended by itself.
+  // Refuses new calls (UNAVAILABLE, DRAINING), ends idle streams, waits for the calls in flight up to `timeout`, then
+  // closes every connection. True when every call ended by itself.
   bool Drain(absl::Duration timeout);
 
  private:

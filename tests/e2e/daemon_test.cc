@@ -89,7 +89,7 @@ TEST(DaemonTest, SigintDrainsToo) {
 }
 
 TEST(DaemonTest, WrongCommandLinesExitWithTwo) {
-  for (const std::string& flag :
+  for (const std::string flag :
        {"--no-such-flag", "--backend=tpu", "--listen=nowhere", "--max-queue-delay=x", "--config=/does/not/exist"}) {
     ServerProcess server(Arguments({flag}));
     EXPECT_EQ(server.WaitExit(), 2) << flag;
@@ -186,7 +186,7 @@ TEST(DaemonTest, DrainUnderLoadFailsNoAcceptedCall) {
 
 TEST(DaemonTest, DrainWaitsForAnUploadAndASecondSignalDoesNot) {
   for (const bool second : {false, true}) {
-    ServerProcess server(Arguments());
+    ServerProcess server(Arguments({"--drain-timeout=10m"}));
     ASSERT_TRUE(server.WaitReady()) << server.err();
     const TestLayer layer = TestLayer::Random(kM, kK, 2);
     grpc::ClientContext context;
@@ -211,10 +211,12 @@ TEST(DaemonTest, DrainWaitsForAnUploadAndASecondSignalDoesNot) {
     }
     *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, 0, layer.Bytes());
     EXPECT_TRUE(stream->Write(request));
+    stream->WritesDone();
     while (stream->Read(&response)) {
     }
     EXPECT_TRUE(response.has_layer());
-    EXPECT_TRUE(stream->Finish().ok());
+    const grpc::Status status = stream->Finish();
+    EXPECT_TRUE(status.ok()) << status.error_message();
     EXPECT_EQ(server.WaitExit(), 0) << server.err();
   }
 }

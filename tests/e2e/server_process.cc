@@ -19,6 +19,12 @@
 #include "absl/time/time.h"
 
 namespace spmmd::e2e {
+namespace {
+
+// For hosts that do much else.
+constexpr absl::Duration kPatience = absl::Minutes(3);
+
+}  // namespace
 
 ServerProcess::ServerProcess(const std::vector<std::string>& arguments) {
   std::vector<std::string> words = {SPMMD_BINARY};
@@ -64,7 +70,7 @@ void ServerProcess::Collect(int fd, std::string* to) {
 }
 
 bool ServerProcess::Eventually(const std::function<bool()>& condition) const {
-  const absl::Time deadline = absl::Now() + absl::Minutes(1);
+  const absl::Time deadline = absl::Now() + kPatience;
   while (absl::Now() < deadline) {
     if (condition()) return true;
     {
@@ -98,7 +104,7 @@ std::string ServerProcess::Field(const std::string& name) const {
 void ServerProcess::Signal(int signal) const { kill(pid_, signal); }
 
 int ServerProcess::WaitExit() {
-  const absl::Time deadline = absl::Now() + absl::Minutes(1);
+  const absl::Time deadline = absl::Now() + kPatience;
   while (absl::Now() < deadline) {
     const pid_t ended = waitpid(pid_, &status_, WNOHANG);
     if (ended == pid_) {

@@ -22,18 +22,18 @@ class ServerProcess {
   ServerProcess(const ServerProcess&) = delete;
   ServerProcess& operator=(const ServerProcess&) = delete;
 
-  // True when the ready line came; false when the program ended before (or nothing came for a minute).
+  // True when the ready line came; false when the program ended before (or nothing came for minutes).
   bool WaitReady();
   // From the ready line: Field("grpc") is the address.
   std::string Field(const std::string& name) const;
 
   void Signal(int signal) const;
-  // Exit code, or 128 + the signal that ended it; waits at most a minute, then kills it and returns -1.
+  // Exit code, or 128 + the signal that ended it; -1 when it does not end for minutes.
   int WaitExit();
 
   std::string out() const;
   std::string err() const;
-  // Waits (a minute) until stderr has the text.
+  // Waits until stderr has the text; false when the program ended without it.
   bool WaitErr(const std::string& text) const;
 
  private:

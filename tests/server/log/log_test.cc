@@ -21,10 +21,10 @@ TEST(LogTest, Text) {
 
 TEST(LogTest, ValuesCannotForgeLinesOrFields) {
   const std::string line = FormatLogLine(LogFormat::kText, kTime, LogLevel::kError, "m\nm",
-                                         {{"error", "a\nb=\"c\" \x1b[31m"}, {"empty", ""}});
+                                         {{"error", "a\nb=\"c\" 'd' \x1b[31m"}, {"empty", ""}});
   EXPECT_EQ(line.find('\n'), std::string::npos);
   EXPECT_EQ(line.find('\x1b'), std::string::npos);
-  EXPECT_EQ(line, "2026-01-01T00:00:00.000001Z ERROR m\\nm error=\"a\\nb=\\\"c\\\" \\033[31m\" empty=\"\"");
+  EXPECT_EQ(line, "2026-01-01T00:00:00.000001Z ERROR m\\nm error=\"a\\nb=\\\"c\\\" 'd' \\033[31m\" empty=\"\"");
 }
 
 TEST(LogTest, JsonIsJsonWhateverTheBytes) {

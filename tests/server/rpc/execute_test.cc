@@ -192,7 +192,9 @@ TEST_F(ExecuteTest, SparseInputIsChecked) {
   x[5] = -2;
   x[39] = 3;
   ExpectClose(response.outputs(0).tensor(), layer_.Reference(x, 1));
-  for (const auto& bad : std::vector<std::vector<uint32_t>>{{1, 1, 2}, {5, 1, 39}, {1, 5, 40}, {1, 5, 0xffffffffu}}) {
+  // Each with the position that is wrong.
+  for (const auto& [bad, at] : std::vector<std::pair<std::vector<uint32_t>, std::string>>{
+           {{1, 1, 2}, "1"}, {{5, 1, 39}, "1"}, {{1, 5, 40}, "2"}, {{1, 5, 0xffffffffu}, "2"}}) {
     const Failure failure = Explain(server_.Execute(sparse(bad, {1, 2, 3}), &response));
     EXPECT_EQ(failure.code, grpc::StatusCode::INVALID_ARGUMENT);
     EXPECT_EQ(failure.field, "inputs[0].sparse.indices[" + at + "]") << failure.message;

@@ -229,12 +229,12 @@ TEST(ServerTest, DrainFinishesWhatRunsAndEndsIdleStreams) {
   auto busy = server.matmul().ExecuteStream(&busy_context);
   pb::ExecuteStreamRequest request;
   request.set_request_id(7);
-  *request.mutable_request() = MatmulRequest("w", RandomVector(8192 * 512, 2), 8192, 512);
+  *request.mutable_request() = MatmulRequest("w", RandomVector(1500 * 512, 2), 1500, 512);
   ASSERT_TRUE(busy->Write(request));
   grpc::Status unary;
   pb::ExecuteResponse unary_response;
   std::thread caller(
-      [&] { unary = server.Execute(MatmulRequest("w", RandomVector(4096 * 512, 3), 4096, 512), &unary_response); });
+      [&] { unary = server.Execute(MatmulRequest("w", RandomVector(1500 * 512, 3), 1500, 512), &unary_response); });
   ASSERT_TRUE(TestServer::Eventually([&] {
     return server.Metric("spmmd_requests_running{rpc=\"spmm.v1.SparseMatmul/Execute\"}") +
                server.Metric("spmmd_requests_running{rpc=\"spmm.v1.SparseMatmul/ExecuteStream\"}") ==
