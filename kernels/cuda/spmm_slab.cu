@@ -16,7 +16,6 @@
 // Bytes an element: the format's, plus N * 8 * splits / K for partial sums. Instructions an element: about 4.2.
 // Limiter: memory at 50 % sparsity, decoding (shared-memory wavefronts, issue) from 60 % on.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -26,66 +25,25 @@
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/slab_schedule.h"
 #include "kernels/format/bitmap_gpu_layout.h"
 
 namespace spmmd::cuda {
 namespace {
 
-constexpr int kMaxWarps = 16;
-constexpr int kMaxStages = 2;
+using slab::kGenerations;
+using slab::kLeftoverGroup;
+using slab::kMaxPieces;
+using slab::kMaxStages;
+using slab::kMaxWarps;
+
 constexpr int kMaxTokenTiles = 4;  // of 8 tokens
-constexpr int kGenerations = 2;    // buffers a warp has for sums that are being handed over
-constexpr int kMaxPieces = 6;      // leftover row blocks of which a CTA may have a share
 constexpr int kBoxCols = 64;       // X lies in boxes of 8 tokens x 64 columns, 128 bytes a row
 constexpr int kBoxBytes = 8 * kBoxCols * 2;
 constexpr int kDynamicAlignment = 1024;
 
-// How a launch is cut; the same numbers on host and device.
-struct SlabPlan {
-  int row_blocks;
-  int col_blocks;
-  int splits;
-  int cols_per_split;  // column blocks; the last split may have fewer, never none
-  int groups;          // CTAs a split
-  int height_log2;     // row blocks of a slab: a power of two that divides warps
-  int rounds;          // slabs a CTA
-  int leftovers;       // row blocks behind the rounds, shared by all CTAs of a split
-  int warps;
-  int stages;
-
-  __host__ __device__ int SplitCols(int split) const {
-    const int left = col_blocks - split * cols_per_split;
-    return left < cols_per_split ? left : cols_per_split;
-  }
-  __host__ __device__ int FirstLeftover() const { return rounds * groups << height_log2; }
-  // Leftover chunks of a split are numbered row block by row block and dealt out evenly: the first share_extra CTAs get
-  // share + 1 of them, the others share. [0] is for splits of full width, [1] for the last, which may be narrower.
-  int share[2];
-  int share_extra[2];
-
-  __host__ __device__ int height() const { return 1 << height_log2; }
-  __host__ __device__ int Narrow(int split) const { return split == splits - 1 ? 1 : 0; }
-  __host__ __device__ int ShareBegin(int split, int c) const {
-    const int which = Narrow(split);
-    return c * share[which] + (c < share_extra[which] ? c : share_extra[which]);
-  }
-  // The CTA whose share holds leftover chunk `chunk`.
-  __host__ __device__ int Sharer(int split, int chunk) const {
-    const int which = Narrow(split);
-    const int longer = share_extra[which] * (share[which] + 1);
-    return chunk < longer ? chunk / (share[which] + 1) : share_extra[which] + (chunk - longer) / share[which];
-  }
-  void DealOut() {
-    for (int which = 0; which < 2; ++which) {
-      const int chunks = leftovers * (which == 1 ? SplitCols(splits - 1) : cols_per_split);
-      share[which] = chunks / groups;
-      share_extra[which] = chunks % groups;
-    }
-  }
-};
-
 struct SlabParams {
-  SlabPlan plan;
+  slab::Plan plan;
   const uint8_t* chunks;
   const uint32_t* offsets;
   const void* x;
@@ -100,91 +58,6 @@ struct SlabParams {
   float4* share_partials;  // [CTA][kMaxPieces] of the leftovers
   float4* split_partials;  // [row block][split], splits > 1
   Epilogue epilogue;
-};
-
-// One warp's way through its chunks: its share of the CTA's leftovers, then its part of each slab.
-//
-// A segment is one row block's chunks within the CTA. `group` names the warps that work on it: the row block of the
-// slab, or kLeftoverGroup for leftovers, where all warps take turns. Segments of a group are numbered in order.
-constexpr int kLeftoverGroup = kMaxWarps;
-
-class Walk {
- public:
-  __device__ __forceinline__ Walk(const SlabPlan& plan, int split, int cta, int warp)
-      : plan_(plan),
-        cta_(cta),
-        warp_(warp),
-        cols_(plan.SplitCols(split)),
-        base_(split * plan.cols_per_split),
-        members_(plan.warps >> plan.height_log2) {
-    if (plan.leftovers > 0) {
-      share_begin_ = plan.ShareBegin(split, cta);
-      share_end_ = plan.ShareBegin(split, cta + 1);
-      first_leftover_ = share_begin_ / cols_;
-    }
-    share_ = share_begin_ + warp;
-    col_ = warp >> plan.height_log2;
-    Settle();
-  }
-
-  __device__ bool done() const { return done_; }
-  __device__ __forceinline__ void Next() {
-    if (group_ == kLeftoverGroup) {
-      share_ += plan_.warps;
-    } else {
-      col_ += members_;
-    }
-    Settle();
-  }
-
-  __device__ int group() const { return group_; }
-  __device__ int segment() const { return segment_; }
-  __device__ int block() const { return block_; }
-  __device__ int col() const { return base_ + col_now_; }  // absolute column block
-  __device__ int64_t chunk() const { return static_cast<int64_t>(block_) * plan_.col_blocks + col(); }
-
-  // Of a segment that this warp has walked through: the first of its warps, in order of chunks, as a member of the
-  // group, and how many there are.
-  __device__ __forceinline__ int2 Contributors(int group, int segment, int block) const {
-    if (group == kLeftoverGroup) {
-      const int begin = max(share_begin_, (block - plan_.FirstLeftover()) * cols_);
-      const int end = min(share_end_, (block - plan_.FirstLeftover() + 1) * cols_);
-      return make_int2((begin - share_begin_) % plan_.warps, min(plan_.warps, end - begin));
-    }
-    return make_int2(static_cast<int>(static_cast<int64_t>(segment) * cols_ % members_), min(members_, cols_));
-  }
-  // Leftover segments of the CTA.
-  __device__ __forceinline__ int Pieces() const {
-    return share_begin_ == share_end_ ? 0 : (share_end_ - 1) / cols_ - first_leftover_ + 1;
-  }
-
- private:
-  __device__ __forceinline__ void Settle() {
-    if (share_ < share_end_) {
-      const int leftover = share_ / cols_;
-      group_ = kLeftoverGroup;
-      segment_ = leftover - first_leftover_;
-      block_ = plan_.FirstLeftover() + leftover;
-      col_now_ = share_ - leftover * cols_;
-      return;
-    }
-    while (col_ >= cols_) {
-      col_ -= cols_;
-      ++round_;
-    }
-    group_ = warp_ & (plan_.height() - 1);
-    segment_ = round_;
-    block_ = ((round_ * plan_.groups + cta_) << plan_.height_log2) + group_;
-    col_now_ = col_;
-    done_ = round_ >= plan_.rounds;
-  }
-
-  const SlabPlan& plan_;
-  int cta_, warp_, cols_, base_, members_;
-  int share_begin_ = 0, share_end_ = 0, first_leftover_ = 0, share_;
-  int round_ = 0, col_;
-  int group_ = 0, segment_ = 0, block_ = 0, col_now_ = 0;
-  bool done_ = false;
 };
 
 // X's columns [k_begin, k_begin + cols) into shared memory, in the weights' dtype, zero beyond N and K. Row r of box b
@@ -226,16 +99,10 @@ __device__ __forceinline__ void StoreSum(const SlabParams& p, int block, int til
   StoreTileQuad(p.epilogue, p.tokens, p.m, block, tile, lane, sum);
 }
 
-// The first and the last CTA of a split whose leftover chunks meet row block `leftover`.
-__device__ __forceinline__ int2 Sharers(const SlabPlan& plan, int split, int leftover) {
-  const int cols = plan.SplitCols(split);
-  return make_int2(plan.Sharer(split, leftover * cols), plan.Sharer(split, (leftover + 1) * cols - 1));
-}
-
 // All partial sums of a row block, in order.
 template <int kTiles>
 __device__ __forceinline__ float4 SumPartials(const SlabParams& p, int block, int tile, int lane) {
-  const SlabPlan& plan = p.plan;
+  const slab::Plan& plan = p.plan;
   const int leftover = block - plan.FirstLeftover();
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int split = 0; split < plan.splits; ++split) {
@@ -244,7 +111,7 @@ __device__ __forceinline__ float4 SumPartials(const SlabParams& p, int block, in
       AddQuad(sum, __ldcg(p.split_partials + (slot * kTiles + tile) * 32 + lane));
       continue;
     }
-    const int2 sharers = Sharers(plan, split, leftover);
+    const IntPair sharers = slab::Sharers(plan, split, leftover);
     for (int cta = sharers.x; cta <= sharers.y; ++cta) {
       const int piece = leftover - plan.ShareBegin(split, cta) / plan.SplitCols(split);
       const int64_t slot = static_cast<int64_t>(split * plan.groups + cta) * kMaxPieces + piece;
@@ -283,7 +150,7 @@ struct SlabShared {
 template <int kTiles>
 __device__ __forceinline__ void FinishSegment(const SlabParams& p, const Segment& segment, const float* fragments,
                                               int split, int cta, int lane) {
-  const SlabPlan& plan = p.plan;
+  const slab::Plan& plan = p.plan;
   const int block = segment.block;
   const int leftover = block - plan.FirstLeftover();
   const bool partial = leftover >= 0 || plan.splits > 1;
@@ -313,7 +180,7 @@ __device__ __forceinline__ void FinishSegment(const SlabParams& p, const Segment
   __syncwarp();
   uint32_t arrived = 0;
   if (lane == 0) arrived = atomicAdd(p.counters + block, 1u) + 1;
-  const int2 sharers = Sharers(plan, 0, leftover);
+  const IntPair sharers = slab::Sharers(plan, 0, leftover);
   if (__shfl_sync(~0u, arrived, 0) != static_cast<uint32_t>(sharers.y - sharers.x + 1)) return;
   if (lane == 0) p.counters[block] = 0;  // as the next launch expects it
   __threadfence();
@@ -328,7 +195,7 @@ template <bool kIsBf16, int kTiles, int kChunkCols>
 __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_constant__ SlabParams p) {
   extern __shared__ __align__(kDynamicAlignment) uint8_t dynamic[];
   __shared__ SlabShared shared;
-  const SlabPlan& plan = p.plan;
+  const slab::Plan& plan = p.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int warps = plan.warps;
@@ -347,7 +214,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
   const uint32_t full0 = SharedAddress(shared.full) + static_cast<uint32_t>(warp * stages * 8);
 
   // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches the warp's chunk s.
-  Walk ahead(plan, split, cta, warp);  // the next chunk to fetch
+  slab::Walk ahead(plan, split, cta, warp);  // the next chunk to fetch
   {
     uint32_t begin = 0;
     uint32_t end = 0;
@@ -375,7 +242,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
   __syncthreads();
 
   float sum[kTiles][4] = {};
-  Walk walk(plan, split, cta, warp);
+  slab::Walk walk(plan, split, cta, warp);
   // ldmatrix: lane l addresses row l % 8 of unit l / 8.
   const uint32_t x_lane = x_shared + static_cast<uint32_t>(lane % 8 * 128 + (((lane / 8) ^ (lane % 8)) * 16));
   // Makes sure that a group's segment, which all of its members have walked through or will, is added up: one does it.
@@ -479,7 +346,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmSlab(const __grid_const
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[tile][e] = 0.f;
     }
-    const int2 contributors = walk.Contributors(group, index, block);
+    const IntPair contributors = walk.Contributors(group, index, block);
     const int stride_log2 = leftover ? 0 : plan.height_log2;
     const int member = warp >> stride_log2;
     HandOver& hand_over = shared.hand_overs[group][generation];
@@ -531,79 +398,10 @@ SlabKernel FindKernel(bool is_bf16, int tiles, int chunk_cols) {
 
 int TokenTiles(int64_t tokens) { return tokens <= 8 ? 1 : tokens <= 16 ? 2 : 4; }
 
-int64_t SharedBytes(const SlabPlan& plan, int tiles, int chunk_cols, int64_t stage_bytes) {
-  return int64_t{plan.cols_per_split} * chunk_cols * tiles * 16 + kGenerations * plan.warps * tiles * 512 +
-         plan.warps * plan.stages * stage_bytes;
-}
-
 int64_t MaxDynamicShared(const spmmd_cuda_device& device) {
   // Static shared memory comes first, padded to the alignment of the dynamic part.
   constexpr int64_t kStatic = (sizeof(SlabShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
   return static_cast<int64_t>(device.max_shared_bytes) - kStatic;
-}
-
-// The cut with the lowest estimated time. There always is one: with one column block a split, X, the reduction buffers
-// and two stages of a dense chunk for 8 warps take 186 KiB at most.
-SlabPlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t col_blocks, int tiles, int chunk_cols,
-                  int64_t stage_bytes) {
-  // Estimates in us: streaming at an SM's share of the read ceiling, partial sums through L2 and the second kernel, and
-  // the hand-overs of one warp.
-  constexpr double kBytesPerUsPerSm = 34e3;
-  constexpr double kPartialBytesPerUs = 4e6;
-  constexpr double kSecondKernelUs = 1.5;
-  constexpr double kHandOverUs = 0.4;
-  constexpr double kElementsPerUsPerWarp = 2600;  // decoding, as long as warps do not compete for issue slots
-  constexpr int64_t kWantedInFlight = 96 * 1024;
-  constexpr int kMaxSplits = 64;
-  SlabPlan best = {};
-  double best_us = 0;
-  int64_t previous_cols = 0;
-  for (int64_t wanted = 1; wanted <= std::min<int64_t>({col_blocks, device.multiprocessors, kMaxSplits}) ||
-                           (best.splits == 0 && wanted <= col_blocks);
-       ++wanted) {
-    SlabPlan plan = {};
-    plan.row_blocks = static_cast<int>(row_blocks);
-    plan.col_blocks = static_cast<int>(col_blocks);
-    plan.cols_per_split = static_cast<int>(CeilDiv(col_blocks, wanted));
-    if (plan.cols_per_split == previous_cols) continue;
-    previous_cols = plan.cols_per_split;
-    plan.splits = static_cast<int>(CeilDiv(col_blocks, plan.cols_per_split));
-    const int64_t most_groups = std::max<int64_t>(1, device.multiprocessors / plan.splits);
-    for (const int warps : {16, 12, 8}) {
-      plan.warps = warps;
-      plan.stages = 2;  // with more in flight the first chunks arrive later
-      if (SharedBytes(plan, tiles, chunk_cols, stage_bytes) > MaxDynamicShared(device)) continue;
-      const int64_t in_flight = warps * plan.stages * stage_bytes;
-      for (plan.height_log2 = 0; warps % plan.height() == 0; ++plan.height_log2) {
-        const int height = plan.height();
-        // All SMs and shared leftovers, or as few CTAs as make the rounds even.
-        const int64_t slabs = CeilDiv(row_blocks, height);
-        for (const int64_t groups : {most_groups, CeilDiv(slabs, CeilDiv(slabs, most_groups))}) {
-          plan.groups = static_cast<int>(groups);
-          plan.rounds = static_cast<int>(row_blocks / (groups * height));
-          plan.leftovers = static_cast<int>(row_blocks - groups * height * plan.rounds);
-          if (plan.leftovers > (kMaxPieces - 2) * groups) continue;
-          // Whole chunks of the busiest warp.
-          const double chunks = std::ceil(static_cast<double>(plan.rounds) * plan.cols_per_split * height / warps) +
-                                std::ceil(static_cast<double>(plan.leftovers) * plan.cols_per_split /
-                                          static_cast<double>(groups) / warps);
-          double us = std::max(chunks * warps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm,
-                               chunks * 16 * chunk_cols / kElementsPerUsPerWarp);
-          if (in_flight < kWantedInFlight) us *= 1.0 + 0.3 * (1.0 - static_cast<double>(in_flight) / kWantedInFlight);
-          us += kHandOverUs * (plan.rounds + 2.0 * plan.leftovers / static_cast<double>(groups));
-          if (plan.splits > 1) {
-            us += kSecondKernelUs + static_cast<double>(row_blocks) * plan.splits * tiles * 1024 / kPartialBytesPerUs;
-          }
-          if (best.splits == 0 || us < best_us) {
-            plan.DealOut();
-            best = plan;
-            best_us = us;
-          }
-        }
-      }
-    }
-  }
-  return best;
 }
 
 // One launch serves this many row blocks (a counter each) and tokens; larger calls take several.
@@ -615,16 +413,17 @@ uint64_t SharePartialBytes(const spmmd_cuda_device& device, int tiles) {
 }
 
 // Plans are made once for each kind of launch: trying all cuts takes longer than a launch.
-SlabPlan PlanFor(const spmmd_cuda_layer& layer, int64_t row_blocks, int tiles) {
+slab::Plan PlanFor(const spmmd_cuda_layer& layer, int64_t row_blocks, int tiles) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
   static std::mutex mutex;
-  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int, int64_t>, SlabPlan>();
+  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int, int64_t>, slab::Plan>();
   const std::tuple key(layer.device->index, row_blocks, CeilDiv(layer.k, chunk_cols), tiles, chunk_cols,
                        layer.params[bitmap_gpu::kParamMaxChunkBytes]);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans->find(key); found != plans->end()) return found->second;
-  return (*plans)[key] = MakePlan(*layer.device, row_blocks, CeilDiv(layer.k, chunk_cols), tiles, chunk_cols,
-                                  layer.params[bitmap_gpu::kParamMaxChunkBytes]);
+  return (*plans)[key] = slab::MakePlan(layer.device->multiprocessors, MaxDynamicShared(*layer.device), row_blocks,
+                                        CeilDiv(layer.k, chunk_cols), tiles, chunk_cols,
+                                        layer.params[bitmap_gpu::kParamMaxChunkBytes]);
 }
 
 Status CanImplement(const spmmd_cuda_layer& /*layer*/, const Call& /*call*/) { return {}; }
@@ -635,7 +434,7 @@ uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
   for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
     if (tokens == 0) continue;
     const int tiles = TokenTiles(tokens);
-    const SlabPlan plan = PlanFor(layer, row_blocks, tiles);
+    const slab::Plan plan = PlanFor(layer, row_blocks, tiles);
     uint64_t need = SharePartialBytes(*layer.device, tiles);
     if (plan.splits > 1) need += static_cast<uint64_t>(row_blocks) * plan.splits * tiles * 512;
     bytes = std::max(bytes, need);
@@ -673,7 +472,7 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, int64_t first
   if (call.bias != nullptr) p.epilogue.bias = call.bias + first_block * 16;
 
   const SlabKernel kernel = FindKernel(layer.dtype == kBf16, tiles, chunk_cols);
-  const auto shared_bytes = static_cast<int>(SharedBytes(p.plan, tiles, chunk_cols, p.stage_bytes));
+  const auto shared_bytes = static_cast<int>(slab::SharedBytes(p.plan, tiles, chunk_cols, p.stage_bytes));
   SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.plan.splits * p.plan.groups));
@@ -711,7 +510,7 @@ Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stre
 // between CTAs.
 bool Preferred(const spmmd_cuda_layer& layer, const Call& call) {
   if (call.n > 8) return false;
-  const SlabPlan plan = PlanFor(layer, std::min(CeilDiv(layer.m, 16), kRowBlocksPerLaunch), 1);
+  const slab::Plan plan = PlanFor(layer, std::min(CeilDiv(layer.m, 16), kRowBlocksPerLaunch), 1);
   return plan.splits == 1 && plan.leftovers == 0 && plan.rounds <= 1;
 }
 

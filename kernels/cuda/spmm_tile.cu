@@ -28,53 +28,28 @@
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/tile_schedule.h"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/format/bitmap_gpu_layout.h"
 
 namespace spmmd::cuda {
 namespace {
 
-constexpr int kGroups = 4;  // consumer warpgroups
-constexpr int kWarps = kGroups * 4;
+using tile::kBoxCols;
+using tile::kGroups;
+using tile::kMaxBoxes;
+using tile::kMaxPieces;
+using tile::kWarps;
+
 constexpr int kThreads = (kGroups + 1) * 128;
 constexpr int kMaxStages = 4;
-constexpr int kMaxBoxes = 16;  // of all X rings together
-constexpr int kMaxRing = 8;    // of one: deeper ones were slower
-constexpr int kMaxPieces = 4;  // leftover tiles of which a CTA may have a share
-constexpr int kBoxCols = 64;
 constexpr int kDynamicAlignment = 1024;
 constexpr int kConsumerRegisters = 112;
 constexpr int kProducerRegisters = 32;
 constexpr int kStepsPerCommit = 2;
 
-// How a launch is cut; the same numbers on host and device.
-struct TilePlan {
-  int row_blocks;
-  int col_blocks;
-  int height;  // warpgroups along M: 1, 2 or 4
-  int units;   // of a tile
-  int ctas;
-  int rounds;     // whole tiles a CTA
-  int leftovers;  // tiles behind the rounds, shared by all CTAs
-  int stages;     // chunks in flight a warp
-  int boxes;      // of one X ring; there are 4 / height rings
-
-  __host__ __device__ int depth() const { return kGroups / height; }
-  __host__ __device__ int FirstLeftover() const { return rounds * ctas; }
-  // Leftover units are numbered tile by tile and dealt out evenly: the first share_extra CTAs get share + 1 of them,
-  // the others share.
-  int share;
-  int share_extra;
-  __host__ __device__ int ShareBegin(int c) const { return c * share + (c < share_extra ? c : share_extra); }
-  // The CTA whose share holds leftover unit `unit`.
-  __host__ __device__ int Sharer(int unit) const {
-    const int longer = share_extra * (share + 1);
-    return unit < longer ? unit / (share + 1) : share_extra + (unit - longer) / share;
-  }
-};
-
 struct TileParams {
-  TilePlan plan;
+  tile::Plan plan;
   const uint8_t* chunks;
   const uint32_t* offsets;
   int tokens;
@@ -82,56 +57,6 @@ struct TileParams {
   int stage_bytes;
   float4* partials;  // [CTA][kMaxPieces][row block of the tile][token tile][lane]
   Epilogue epilogue;
-};
-
-// A CTA's units in order: its share of the leftovers, then whole tiles.
-class Walk {
- public:
-  __device__ __forceinline__ Walk(const TilePlan& plan, int cta) : plan_(plan), cta_(cta) {
-    if (plan.leftovers > 0) {
-      const int begin = plan.ShareBegin(cta);
-      left_ = plan.ShareBegin(cta + 1) - begin;
-      const int leftover = begin / plan.units;
-      tile_ = plan.FirstLeftover() + leftover;
-      unit_ = begin - leftover * plan.units;
-    }
-    if (left_ == 0) StartRound(0);
-  }
-
-  __device__ bool done() const { return done_; }
-  __device__ int tile() const { return tile_; }
-  __device__ int unit() const { return unit_; }
-  __device__ bool leftover() const { return left_ > 0; }
-  __device__ int piece() const { return piece_; }  // number of the leftover tile within the CTA
-  // True when the unit after this one belongs to another sum.
-  __device__ __forceinline__ bool EndsSegment() const { return unit_ + 1 == plan_.units || left_ == 1; }
-  __device__ __forceinline__ void Next() {
-    const bool ends_tile = ++unit_ == plan_.units;
-    if (left_ > 0) {
-      if (--left_ == 0) {
-        StartRound(0);
-      } else if (ends_tile) {
-        unit_ = 0;
-        ++tile_;
-        ++piece_;
-      }
-    } else if (ends_tile) {
-      StartRound(round_ + 1);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void StartRound(int round) {
-    round_ = round;
-    unit_ = 0;
-    tile_ = round * plan_.ctas + cta_;
-    done_ = round >= plan_.rounds;
-  }
-
-  const TilePlan& plan_;
-  int cta_;
-  int tile_ = 0, unit_ = 0, left_ = 0, piece_ = 0, round_ = 0;
-  bool done_ = false;
 };
 
 struct TileShared {
@@ -166,7 +91,7 @@ __device__ __forceinline__ void FetchChunk(const TileParams& p, uint32_t begin, 
 // A quad of a leftover tile: the sum of all partial sums of a row block and token tile.
 template <int kTokens>
 __device__ __forceinline__ float4 SumPartials(const TileParams& p, int leftover, int row_block, int tile, int lane) {
-  const TilePlan& plan = p.plan;
+  const tile::Plan& plan = p.plan;
   const int first = plan.Sharer(leftover * plan.units);
   const int last = plan.Sharer((leftover + 1) * plan.units - 1);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -187,7 +112,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   constexpr int kSteps = ChunkDecoder<kChunkCols>::kSteps;
   extern __shared__ __align__(kDynamicAlignment) uint8_t dynamic[];
   __shared__ TileShared shared;
-  const TilePlan& plan = p.plan;
+  const tile::Plan& plan = p.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int cta = static_cast<int>(blockIdx.x);
@@ -214,12 +139,12 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   const uint32_t stage0 = SharedAddress(stages_begin) + static_cast<uint32_t>(warp * plan.stages * p.stage_bytes);
   const uint32_t full0 = SharedAddress(shared.chunk_full) + static_cast<uint32_t>(warp * plan.stages * 8);
   // The chunk of this warp in a unit, or -1 where the matrix has none.
-  const auto chunk_at = [&](const Walk& walk) -> int64_t {
+  const auto chunk_at = [&](const tile::Walk& walk) -> int64_t {
     const int block = walk.tile() * plan.height * 4 + row_block_in_tile;
     const int col = walk.unit() * depth + group_col;
     return block < plan.row_blocks && col < plan.col_blocks ? static_cast<int64_t>(block) * plan.col_blocks + col : -1;
   };
-  Walk ahead(plan, cta);
+  tile::Walk ahead(plan, cta);
   if (warp < kWarps) {
     // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches chunk s.
     int units = 0;
@@ -247,7 +172,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
       WaitForPrerequisites();
       int slot = 0;
       uint32_t parity = 1;
-      for (Walk walk(plan, cta); !walk.done(); walk.Next()) {
+      for (tile::Walk walk(plan, cta); !walk.done(); walk.Next()) {
 #pragma unroll 1
         for (int box = 0; box < kBoxesPerChunk; ++box) {
           for (int ring = 0; ring < depth; ++ring) {
@@ -281,7 +206,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   int slot = 0;
   int used_slot = -1;  // whose wgmmas are done once the current batch is the only one running
   uint32_t slot_parity = 0;
-  Walk walk(plan, cta);
+  tile::Walk walk(plan, cta);
 #pragma unroll 1
   while (!walk.done()) {
     float sum[kTokens / 2];
@@ -398,7 +323,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
 template <int kTokens>
 __global__ __launch_bounds__(256) void TileFinish(const __grid_constant__ TileParams p) {
   constexpr int kTiles = kTokens / 8;
-  const TilePlan& plan = p.plan;
+  const tile::Plan& plan = p.plan;
   TriggerDependents();
   const int item = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -437,81 +362,27 @@ constexpr int64_t kTokensPerLaunch = 64;
 
 int PaddedTokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
 
-int64_t SharedBytes(const TilePlan& plan, int tokens, int64_t stage_bytes) {
-  const int64_t box = int64_t{tokens} * kBoxCols * 2;
-  const int64_t slot = tokens / 8 * 512;
-  return plan.depth() * plan.boxes * box + kWarps * plan.stages * stage_bytes +
-         (plan.depth() - 1) * plan.height * 4 * slot + kWarps * 512;
-}
-
 int64_t MaxDynamicShared(const spmmd_cuda_device& device) {
   constexpr int64_t kStatic = (sizeof(TileShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
   return static_cast<int64_t>(device.max_shared_bytes) - kStatic;
 }
 
-// The cut with the lowest estimated time; ctas == 0 when the largest chunk leaves no room for any.
-TilePlan MakePlan(const spmmd_cuda_device& device, int64_t row_blocks, int64_t col_blocks, int tokens,
-                  int64_t stage_bytes) {
-  constexpr double kBytesPerUsPerSm = 34e3;
-  constexpr double kPartialBytesPerUs = 4e6;
-  constexpr double kSecondKernelUs = 1.3;
-  constexpr double kTileUs = 0.5;
-  constexpr double kShallowRing = 1.1;  // fewer than four boxes
-  TilePlan best = {};
-  double best_us = 0;
-  for (const int height : {4, 2, 1}) {
-    TilePlan plan = {};
-    plan.row_blocks = static_cast<int>(row_blocks);
-    plan.col_blocks = static_cast<int>(col_blocks);
-    plan.height = height;
-    plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth()));
-    plan.stages = 2;
-    for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth()); plan.boxes >= 2; plan.boxes /= 2) {
-      if (SharedBytes(plan, tokens, stage_bytes) <= MaxDynamicShared(device)) break;
-    }
-    if (plan.boxes < 2) continue;
-    const int64_t tiles = CeilDiv(row_blocks, height * 4);
-    const int64_t most = device.multiprocessors;
-    // All SMs and shared leftovers, or as few CTAs as make the rounds even.
-    for (const int64_t ctas : {std::min(most, tiles * plan.units), CeilDiv(tiles, CeilDiv(tiles, most))}) {
-      plan.ctas = static_cast<int>(ctas);
-      plan.rounds = static_cast<int>(tiles / ctas);
-      plan.leftovers = static_cast<int>(tiles - plan.rounds * ctas);
-      const double units = static_cast<double>(plan.rounds) * plan.units +
-                           static_cast<double>(CeilDiv(int64_t{plan.leftovers} * plan.units, ctas));
-      double us = units * kWarps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
-      if (plan.boxes < 4) us *= kShallowRing;
-      us += kTileUs * (plan.rounds + 1) * (height < kGroups ? 2 : 1);
-      if (plan.leftovers > 0) {
-        us += kSecondKernelUs +
-              static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
-      }
-      if (best.ctas == 0 || us < best_us) {
-        plan.share = static_cast<int>(int64_t{plan.leftovers} * plan.units / ctas);
-        plan.share_extra = static_cast<int>(int64_t{plan.leftovers} * plan.units % ctas);
-        best = plan;
-        best_us = us;
-      }
-    }
-  }
-  return best;
-}
-
 // Plans are made once for each kind of launch.
-TilePlan PlanFor(const spmmd_cuda_layer& layer, int tokens) {
+tile::Plan PlanFor(const spmmd_cuda_layer& layer, int tokens) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
   const int64_t row_blocks = CeilDiv(layer.m, 16);
   const int64_t col_blocks = CeilDiv(layer.k, chunk_cols);
   const int64_t stage_bytes = layer.params[bitmap_gpu::kParamMaxChunkBytes];
   static std::mutex mutex;
-  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int64_t>, TilePlan>();
+  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int64_t>, tile::Plan>();
   const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, stage_bytes);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans->find(key); found != plans->end()) return found->second;
-  return (*plans)[key] = MakePlan(*layer.device, row_blocks, col_blocks, tokens, stage_bytes);
+  return (*plans)[key] = tile::MakePlan(layer.device->multiprocessors, MaxDynamicShared(*layer.device), row_blocks,
+                                        col_blocks, tokens, stage_bytes);
 }
 
-uint64_t PartialBytes(const TilePlan& plan, int tokens) {
+uint64_t PartialBytes(const tile::Plan& plan, int tokens) {
   if (plan.leftovers == 0) return 0;
   return static_cast<uint64_t>(plan.ctas) * kMaxPieces * plan.height * 4 * static_cast<uint64_t>(tokens / 8) * 512;
 }
@@ -591,7 +462,7 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
                                    tokens == 1 ? static_cast<int64_t>(Pitch(layer)) : x_stride, padded, is_bf16, &map));
 
   const TileKernel kernel = FindKernel(is_bf16, padded, chunk_cols);
-  const auto shared_bytes = static_cast<int>(SharedBytes(p.plan, padded, p.stage_bytes));
+  const auto shared_bytes = static_cast<int>(tile::SharedBytes(p.plan, padded, p.stage_bytes));
   SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.plan.ctas));
