@@ -30,6 +30,9 @@ Status ValidateBitmapGpu(const LayerDesc& desc) {
   if (offset_section == nullptr || offset_section->size != static_cast<uint64_t>(chunk_count + 1) * 4) {
     return corrupt("section offsets: missing or not " + std::to_string((chunk_count + 1) * 4) + " bytes");
   }
+  if (reinterpret_cast<uintptr_t>(offset_section->data) % alignof(uint32_t) != 0) {
+    return InvalidArgument("sections: the offsets of BITMAP_GPU are not aligned to 4 bytes");
+  }
   const auto* offsets = static_cast<const uint32_t*>(offset_section->data);
   if (offsets[0] != 0 || uint64_t{offsets[chunk_count]} * 16 != chunks->size) {
     return corrupt("section offsets: do not span the chunks");

@@ -229,11 +229,11 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer
                                                    const spmmd_cuda_matmul* call, spmmd_cuda_stream stream);
 /* One launch for `count` (1..4) layers that read the same activations (q, k and v; gate and up): calls[i] belongs to
  * layers[i] and may differ from the others in y, y_stride, y_dtype, bias and activation; the workspace is calls[0]'s.
- * All layers need the kernel's format on one device with equal K and dtype, and for row_stream_spmv equal value code, run
- * bits and warps (INVALID_ARGUMENT otherwise: launch them one by one). UNIMPLEMENTED for kernels without groups. */
-SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_group_workspace_bytes(const spmmd_cuda_layer* const* layers,
-                                                                  int32_t kernel, const spmmd_cuda_matmul* calls,
-                                                                  int32_t count, uint64_t* bytes);
+ * All layers need the kernel's format on one device with equal K and dtype, and for row_stream_spmv equal value code,
+ * run bits and warps (INVALID_ARGUMENT otherwise: launch them one by one). UNIMPLEMENTED for kernels without groups. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_group_workspace_bytes(const spmmd_cuda_layer* const* layers, int32_t kernel,
+                                                                  const spmmd_cuda_matmul* calls, int32_t count,
+                                                                  uint64_t* bytes);
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_launch_group(const spmmd_cuda_layer* const* layers, int32_t kernel,
                                                          const spmmd_cuda_matmul* calls, int32_t count,
                                                          spmmd_cuda_stream stream);
