@@ -128,6 +128,7 @@ class Server:
         self.address = ready.split("grpc=")[1].split()[0].split(",")[0]
 
     def stop(self):
+        """Exit code after SIGTERM, or that of a server that has ended before."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(DEADLINE_SECONDS)
@@ -171,6 +172,8 @@ class Spmmctl(unittest.TestCase):
         cls.x_file = write_npy(cls.directory / "x.npy", cls.x)
 
     def tearDown(self):
+        if self.server.process.poll() is not None:
+            self.fail(f"spmmd has died: {(self.directory / 'spmmd.log').read_text()[-2000:]}")
         for layer in {layer["name"] for layer in self.ctl("list", "--json").json["layers"]}:
             self.ctl("unregister", layer)
 
@@ -508,7 +511,9 @@ class Lifetime(unittest.TestCase):
         directory = pathlib.Path(tempfile.mkdtemp(prefix="spmmctl-term-"))
         self.addCleanup(shutil.rmtree, directory)
         server = Server(directory)
-        self.assertEqual(spmmctl("status", server=server.address).code, 0)
+        self.addCleanup(server.stop)
+        status = spmmctl("status", server=server.address)
+        self.assertEqual(status.code, 0, status.err)
         self.assertEqual(server.stop(), 0)
         self.assertEqual(spmmctl("status", server=server.address).code, 1)
 
