@@ -14,6 +14,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/cpu/bitmap_kernels.h"
 #include "kernels/cpu/epilogue.h"
@@ -29,6 +30,10 @@ constexpr int64_t kPassTokens = 4 * kMaxTileTokens;
 
 // Beyond this much memory for partial sums, threads take whole row blocks instead.
 constexpr size_t kMaxPartialFloats = size_t{16} << 20;
+
+// Up to this many weights times tokens (about 20 us of one core) the calling thread does everything itself: waking
+// others would take as long.
+constexpr int64_t kSerialWork = int64_t{1} << 19;
 
 // True when the calling thread treats subnormal numbers as zeros, which kF16Scaled cannot work with. (Pool threads
 // never do.)
@@ -125,18 +130,21 @@ absl::Status RunBlocks(const bitmap::View& view, int64_t block_floats, ThreadPoo
   constexpr int64_t kBlocksPerThread = 8;
   if (view.blocks < kBlocksPerThread * pool.size() && part_floats <= kMaxPartialFloats) {
     SPMMD_ASSIGN_OR_RETURN(float* const sums, workspace.Floats(part_floats));
-    pool.ParallelFor(view.blocks * parts, [&](int64_t task, int /*worker*/) {
+    const bool serial = view.m * view.k * (block_floats / bitmap::kTileRows) <= kSerialWork;
+    const auto run = [&](int64_t tasks, absl::FunctionRef<void(int64_t, int)> body) {
+      if (!serial) return pool.ParallelFor(tasks, body);
+      for (int64_t task = 0; task < tasks; ++task) body(task, 0);
+    };
+    run(view.blocks * parts, [&](int64_t task, int /*worker*/) {
       float* mine = sums + task * block_floats;
       std::memset(mine, 0, static_cast<size_t>(block_floats) * sizeof(float));
       accumulate(task / parts, task % parts, mine);
     });
-    constexpr int64_t kFinishRows = 512;
-    constexpr int64_t kRangesPerBlock = bitmap::kTileRows / kFinishRows;
-    pool.ParallelFor(view.blocks * kRangesPerBlock, [&](int64_t task, int /*worker*/) {
-      const int64_t block = task / kRangesPerBlock;
-      const int64_t row0 = task % kRangesPerBlock * kFinishRows;
-      const int64_t rows = std::min(kFinishRows, view.rows(block) - row0);
-      if (rows > 0) finish(block, row0, rows, sums + block * parts * block_floats, parts);
+    constexpr int64_t kFinishRows = 512;  // divides kTileRows
+    run((view.m + kFinishRows - 1) / kFinishRows, [&](int64_t task, int /*worker*/) {
+      const int64_t block = task * kFinishRows / bitmap::kTileRows;
+      const int64_t row0 = task * kFinishRows % bitmap::kTileRows;
+      finish(block, row0, std::min(kFinishRows, view.rows(block) - row0), sums + block * parts * block_floats, parts);
     });
     return absl::OkStatus();
   }
