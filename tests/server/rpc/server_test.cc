@@ -219,9 +219,23 @@ TEST(ServerTest, AnEndpointInUseIsAnError) {
   EXPECT_TRUE(unix_first.matmul().ServerInfo(&context, {}, &info).ok());
 }
 
+// y = W^64 x over a square layer: a request that runs for long on any machine, though its bytes are few.
+pb::ExecuteRequest LongRequest(const std::string& layer, int64_t tokens, int64_t size, int seed) {
+  pb::ExecuteRequest request = MatmulRequest(layer, RandomVector(tokens * size, seed), tokens, size);
+  pb::Program& program = *request.mutable_program();
+  for (int step = 1; step < 64; ++step) {
+    pb::Step next = program.steps(0);
+    next.set_name("y" + std::to_string(step));
+    next.mutable_matmul()->set_input(program.steps(step - 1).name());
+    *program.add_steps() = next;
+  }
+  program.mutable_outputs(0)->set_step("y63");
+  return request;
+}
+
 TEST(ServerTest, DrainFinishesWhatRunsAndEndsIdleStreams) {
   TestServer server;
-  const TestLayer layer = TestLayer::Random(512, 512, 1);
+  const TestLayer layer = TestLayer::Random(1024, 1024, 1);
   ASSERT_TRUE(server.Register("w", layer).ok());
   grpc::ClientContext idle_context;
   auto idle = server.matmul().ExecuteStream(&idle_context);
@@ -229,12 +243,12 @@ TEST(ServerTest, DrainFinishesWhatRunsAndEndsIdleStreams) {
   auto busy = server.matmul().ExecuteStream(&busy_context);
   pb::ExecuteStreamRequest request;
   request.set_request_id(7);
-  *request.mutable_request() = MatmulRequest("w", RandomVector(1500 * 512, 2), 1500, 512);
+  *request.mutable_request() = LongRequest("w", 256, 1024, 2);
+  const pb::ExecuteRequest unary_request = LongRequest("w", 256, 1024, 3);
   ASSERT_TRUE(busy->Write(request));
   grpc::Status unary;
   pb::ExecuteResponse unary_response;
-  std::thread caller(
-      [&] { unary = server.Execute(MatmulRequest("w", RandomVector(1500 * 512, 3), 1500, 512), &unary_response); });
+  std::thread caller([&] { unary = server.Execute(unary_request, &unary_response); });
   ASSERT_TRUE(TestServer::Eventually([&] {
     return server.Metric("spmmd_requests_running{rpc=\"spmm.v1.SparseMatmul/Execute\"}") +
                server.Metric("spmmd_requests_running{rpc=\"spmm.v1.SparseMatmul/ExecuteStream\"}") ==
