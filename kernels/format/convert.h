@@ -7,9 +7,9 @@
 
 namespace spmmd {
 
-// The same matrix in format `to`, bit-exact for every nonzero, NaN and infinities included. A layer that is in that format
-// already comes back sharing its bytes. Goes through a dense matrix: M * K elements of host memory for the duration.
-// DATA_LOSS when `layer` is not valid, INVALID_ARGUMENT when `to` cannot hold its dtype, RESOURCE_EXHAUSTED.
+// The same matrix in format `to`, bit-exact for every nonzero, NaN and infinities included. A layer that is in that
+// format already comes back sharing its bytes. Goes through a dense matrix: M * K elements of host memory for the
+// duration. DATA_LOSS when `layer` is not valid, INVALID_ARGUMENT when `to` cannot hold its dtype, RESOURCE_EXHAUSTED.
 absl::StatusOr<PackedLayer> Convert(const PackedLayer& layer, Format to);
 
 }  // namespace spmmd
