@@ -222,7 +222,7 @@ double TestServer::Metric(const std::string& prefix) const {
 }
 
 bool TestServer::Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + absl::Seconds(20);
+  const absl::Time deadline = absl::Now() + absl::Minutes(2);
   while (absl::Now() < deadline) {
     if (condition()) return true;
     absl::SleepFor(absl::Milliseconds(5));

@@ -85,7 +85,7 @@ class TestServer {
 
   // Sum over the series of a metric whose line begins with `prefix` ("spmmd_running_requests{"); 0 when there is none.
   double Metric(const std::string& prefix) const;
-  // Waits (up to 20 s) until `condition` holds; false when it never does.
+  // Waits (up to two minutes) until `condition` holds; false when it never does.
   static bool Eventually(const std::function<bool()>& condition);
 
  private:
