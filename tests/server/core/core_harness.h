@@ -48,12 +48,12 @@ class HeldDevice final : public CpuDevice {
   void Release() {
     absl::MutexLock lock(&mutex_);
     held_ = false;
+    changed_.SignalAll();
   }
-  // Waits until a job is being held (or just runs).
+  // Waits until that many jobs have begun to run; the last of them may be held.
   void AwaitRuns(int count) {
     absl::MutexLock lock(&mutex_);
-    const auto reached = [&] { return runs_ >= count; };
-    mutex_.Await(absl::Condition(&reached));
+    while (runs_ < count) changed_.Wait(&mutex_);
   }
   int runs() {
     absl::MutexLock lock(&mutex_);
@@ -65,14 +65,15 @@ class HeldDevice final : public CpuDevice {
     {
       absl::MutexLock lock(&mutex_);
       ++runs_;
-      const auto released = [&] { return !held_; };
-      mutex_.Await(absl::Condition(&released));
+      changed_.SignalAll();
+      while (held_) changed_.Wait(&mutex_);
     }
     return CpuDevice::Run(job);
   }
 
  private:
   absl::Mutex mutex_;
+  absl::CondVar changed_;
   bool held_ = false;
   int runs_ = 0;
 };

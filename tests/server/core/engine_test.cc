@@ -309,8 +309,9 @@ TEST(EngineTest, QueueFullExpiredAndCancelledRequestsLeaveNoTrace) {
   std::vector<pb::ExecuteResponse> responses(100);
   std::vector<absl::Status> statuses(100);
   std::vector<Engine::Call> calls;
+  const absl::Time deadline = absl::Now() + absl::Seconds(1);
   for (size_t i = 0; i < 100; ++i) {
-    calls.push_back(core.engine.Execute(request, &responses[i], absl::Now() + absl::Milliseconds(1),
+    calls.push_back(core.engine.Execute(request, &responses[i], deadline,
                                         [&statuses, i](absl::Status status) { statuses[i] = std::move(status); }));
   }
   EXPECT_EQ(Series(core.metrics, launches), 100);
@@ -320,7 +321,7 @@ TEST(EngineTest, QueueFullExpiredAndCancelledRequestsLeaveNoTrace) {
     EXPECT_EQ(ReasonOf(refused), "QUEUE_FULL");
     EXPECT_TRUE(RetryDelayOf(refused).has_value());
   }
-  absl::SleepFor(absl::Milliseconds(3));
+  absl::SleepFor(deadline - absl::Now() + absl::Milliseconds(1));
   // Cancelled past its deadline: that is why.
   core.engine.Cancel(calls[7]);
   EXPECT_EQ(statuses[7].code(), absl::StatusCode::kDeadlineExceeded);
