@@ -14,14 +14,14 @@ namespace {
 // Whether `active` nonzeros in `rows` rows of length k are multiplied faster one row at a time, touching only their
 // columns of W (SpMspV), than all rows at once, touching all of W (SpMM). Costs in units of one SpMV over the whole of
 // W, fitted to 4096x4096 fp16 at 50 % with 1 to 32 rows and 2 to 90 % active: a row by SpMspV costs its share of active
-// columns, a quarter more for the less regular access, and a little for the launch; every further row of an SpMM costs
-// 0.37.
+// columns, a twentieth more for the less regular access, and a little for the launch; every further row of an SpMM
+// costs 0.42.
 bool SparseIsFaster(Format format, int64_t rows, int64_t active, int64_t k) {
   // DENSE rows are stored along K: skipping columns saves no memory traffic.
   if (format == Format::kDense) return false;
-  constexpr double kPerActiveShare = 1.25;
-  constexpr double kPerRow = 0.02;
-  constexpr double kPerFurtherRow = 0.37;
+  constexpr double kPerActiveShare = 1.05;
+  constexpr double kPerRow = 0.03;
+  constexpr double kPerFurtherRow = 0.42;
   const double sparse =
       kPerActiveShare * static_cast<double>(active) / static_cast<double>(k) + kPerRow * static_cast<double>(rows);
   const double dense = 1.0 + kPerFurtherRow * static_cast<double>(rows - 1);
