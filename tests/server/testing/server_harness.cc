@@ -90,7 +90,7 @@ std::string AsBytes(const std::vector<float>& values) {
 
 std::vector<float> AsFloats(const std::string& bytes) {
   std::vector<float> values(bytes.size() / sizeof(float));
-  std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
   return values;
 }
 
