@@ -194,8 +194,9 @@ uint64_t EstimateHostBytes(const pb::LayerSpec& spec) {
   if (spec.encoding() != pb::SOURCE_ENCODING_DENSE) {
     bytes += elements * SizeOf(FromProto(spec.dtype()).value_or(DType::kF32));
   }
-  if (spec.store_dtype() != spec.dtype())
+  if (spec.store_dtype() != spec.dtype()) {
     bytes += elements * SizeOf(FromProto(spec.store_dtype()).value_or(DType::kF32));
+  }
   return bytes;
 }
 

@@ -53,7 +53,7 @@ void Executor::Submit(std::shared_ptr<Job> job) {
         run_now = true;
       } else {
         waiting_bytes_ += job->bytes;
-        waiting_.push_back(job);
+        waiting_.push_back(std::move(job));
         if (!busy_) work_.Signal();
       }
     }

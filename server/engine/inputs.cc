@@ -93,8 +93,9 @@ absl::Status ReadOffsets(const std::string& bytes, const std::string& path, cons
   if (bytes.size() != count * sizeof(uint64_t)) return ByteCount(path, count * sizeof(uint64_t), bytes.size());
   offsets->resize(count);
   std::memcpy(offsets->data(), bytes.data(), bytes.size());
-  if (offsets->front() != 0)
+  if (offsets->front() != 0) {
     return FieldError(absl::StrCat(path, "[0]"), absl::StrCat(offsets->front(), ", expected 0"));
+  }
   for (size_t i = 1; i < count; ++i) {
     if ((*offsets)[i] < (*offsets)[i - 1]) {
       return FieldError(absl::StrCat(path, "[", i, "]"),
@@ -168,8 +169,9 @@ absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int
       return FieldError(absl::StrCat(path, ".name"),
                         absl::StrCat("\"", input.name(), "\" is not an input of the program"));
     }
-    if (seen[index])
+    if (seen[index]) {
       return FieldError(absl::StrCat(path, ".name"), absl::StrCat("\"", input.name(), "\" is given twice"));
+    }
     seen[index] = true;
 
     InputValue& value = job->inputs[index];

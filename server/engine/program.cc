@@ -98,8 +98,9 @@ class Planner {
     plan_->class_cols.push_back(cols);
   }
   int Root(int value) const {
-    while (plan_->width_class[static_cast<size_t>(value)] != value)
+    while (plan_->width_class[static_cast<size_t>(value)] != value) {
       value = plan_->width_class[static_cast<size_t>(value)];
+    }
     return value;
   }
   int64_t& Cols(int value) { return plan_->class_cols[static_cast<size_t>(Root(value))]; }
