@@ -129,19 +129,14 @@ absl::Status App::StartDevices() {
 
 absl::Status App::StartMetricsEndpoint() {
   if (options_.metrics_listen.empty()) return absl::OkStatus();
-  try {
-    exposer_ = std::make_unique<prometheus::Exposer>(options_.metrics_listen);
-  } catch (const std::exception&) {
-    // Its text speaks of a null context; the bind tells the cause.
+  std::vector<std::shared_ptr<prometheus::Collectable>> collectables = {metrics_};
+  if (!options_.tls_cert.empty()) collectables.push_back(std::make_shared<TlsMetrics>(options_.tls_cert));
+  auto endpoint = HttpEndpoint::Start(options_.metrics_listen, std::move(collectables));
+  if (!endpoint.ok()) {
     return absl::UnavailableError(absl::StrCat("--metrics-listen: ", ExplainBindFailure(options_.metrics_listen)));
   }
-  exposer_->RegisterCollectable(metrics_);
-  if (!options_.tls_cert.empty()) {
-    tls_metrics_ = std::make_shared<TlsMetrics>(options_.tls_cert);
-    exposer_->RegisterCollectable(tls_metrics_);
-  }
-  const std::vector<int> ports = exposer_->GetListeningPorts();
-  metrics_address_ = WithPort(options_.metrics_listen, ports.empty() ? 0 : ports.front());
+  metrics_endpoint_ = *std::move(endpoint);
+  metrics_address_ = WithPort(options_.metrics_listen, metrics_endpoint_->port());
   return absl::OkStatus();
 }
 
@@ -184,7 +179,7 @@ bool App::Drain() {
 
 App::~App() {
   // Against the order of dependence: nothing may call what is gone.
-  exposer_.reset();
+  metrics_endpoint_.reset();
   rpc_server_.reset();
   blocking_.reset();
   engine_.reset();

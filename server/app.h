@@ -9,11 +9,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "prometheus/exposer.h"
 #include "server/catalog/catalog.h"
 #include "server/config/options.h"
 #include "server/device/device.h"
 #include "server/engine/engine.h"
+#include "server/metrics/http_endpoint.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/auth.h"
 #include "server/rpc/blocking_runner.h"
@@ -63,8 +63,7 @@ class App {
   std::unique_ptr<BlockingRunner> blocking_;
   RpcContext rpc_;
   std::unique_ptr<RpcServer> rpc_server_;
-  std::unique_ptr<prometheus::Exposer> exposer_;
-  std::shared_ptr<prometheus::Collectable> tls_metrics_;
+  std::unique_ptr<HttpEndpoint> metrics_endpoint_;
   std::string metrics_address_ = "off";
 };
 

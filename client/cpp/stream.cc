@@ -36,6 +36,11 @@ class Stream::Reactor : public grpc::ClientBidiReactor<v1::ExecuteStreamRequest,
         if (!writing_) StartNextWrite();
         return;
       }
+      if (over_ && !status_.has_value()) {
+        // The stream has ended, and OnDone is about to say how.
+        pending_.emplace(next_id_++, std::move(done));
+        return;
+      }
       refused = over_ ? EndStatus() : absl::FailedPreconditionError("the stream is closed");
     }
     done(std::move(refused));

@@ -24,8 +24,13 @@ namespace hn = hwy::HWY_NAMESPACE;
 using FloatTag = hn::ScalableTag<float>;
 using FloatVec = hn::Vec<FloatTag>;
 
-// exp(-x), saturated instead of overflowing: every use divides by 1 + it.
-HWY_INLINE FloatVec ExpOfMinus(FloatTag d, FloatVec x) { return hn::Exp(d, hn::Min(hn::Neg(x), hn::Set(d, 88.0f))); }
+// x / (1 + exp(-u)). Where exp(-u) would overflow the quotient is below any x / 1e38 and taken as the limit, a zero:
+// also for x = -infinity, so that an overflowed pre-activation does not become a NaN.
+HWY_INLINE FloatVec TimesSigmoid(FloatTag d, FloatVec x, FloatVec u) {
+  const FloatVec limit = hn::Set(d, -88.0f);
+  const FloatVec quotient = hn::Div(x, hn::Add(hn::Set(d, 1.0f), hn::Exp(d, hn::Neg(hn::Max(u, limit)))));
+  return hn::IfThenElse(hn::Lt(u, limit), hn::Neg(hn::Zero(d)), quotient);
+}
 
 // x * Phi(x) with Abramowitz and Stegun's 7.1.26, whose error of 1.5e-7 in erf is that of an fp32 result.
 HWY_INLINE FloatVec Gelu(FloatTag d, FloatVec x) {
@@ -47,7 +52,7 @@ HWY_INLINE FloatVec Gelu(FloatTag d, FloatVec x) {
 HWY_INLINE FloatVec GeluTanh(FloatTag d, FloatVec x) {
   const FloatVec inner = hn::MulAdd(hn::Mul(hn::Mul(x, x), x), hn::Set(d, 0.044715f), x);
   const FloatVec two_u = hn::Mul(inner, hn::Set(d, 2.0f * 0.79788456f));
-  return hn::Div(x, hn::Add(hn::Set(d, 1.0f), ExpOfMinus(d, two_u)));
+  return TimesSigmoid(d, x, two_u);
 }
 
 HWY_INLINE FloatVec Activate(FloatTag d, Activation activation, FloatVec x) {
@@ -61,7 +66,7 @@ HWY_INLINE FloatVec Activate(FloatTag d, Activation activation, FloatVec x) {
     case Activation::kGeluTanh:
       return GeluTanh(d, x);
     case Activation::kSilu:
-      return hn::Div(x, hn::Add(hn::Set(d, 1.0f), ExpOfMinus(d, x)));
+      return TimesSigmoid(d, x, x);
   }
   return x;
 }

@@ -97,6 +97,11 @@ MappedFile::~MappedFile() {
 }
 
 absl::Status WriteFileAtomically(const std::string& path, absl::Span<const absl::Span<const std::byte>> pieces) {
+  // rename() would replace a device node or a pipe by a file.
+  struct stat existing;
+  if (stat(path.c_str(), &existing) == 0 && !S_ISREG(existing.st_mode)) {
+    return absl::FailedPreconditionError(absl::StrCat(path, " exists and is not a regular file"));
+  }
   static std::atomic<uint64_t> counter{0};
   const std::string temporary = absl::StrCat(path, ".tmp.", getpid(), ".", counter.fetch_add(1));
   FileDescriptor fd(open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));

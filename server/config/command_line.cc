@@ -77,10 +77,10 @@ absl::StatusOr<Command> ParseCommandLine(int argc, const char* const* argv, std:
       ->option_text("FILE")
       ->group("Operation");
   std::string health_check;
-  app.add_option("--health-check", health_check,
-                 "Ask a running server's grpc.health.v1 at ADDR and exit: 0 when it is SERVING, 1 otherwise.")
-      ->option_text("ADDR")
-      ->group("Operation");
+  CLI::Option* const health_option =
+      app.add_option("--health-check", health_check,
+                     "Ask a running server's grpc.health.v1 at ADDR and exit: 0 when it is SERVING, 1 otherwise.");
+  health_option->option_text("ADDR")->group("Operation");
   std::string health_timeout = "5s";
   app.add_option("--health-check-timeout", health_timeout, "How long --health-check waits for an answer.")
       ->option_text("DURATION [5s]")
@@ -98,7 +98,8 @@ absl::StatusOr<Command> ParseCommandLine(int argc, const char* const* argv, std:
     return absl::InvalidArgumentError(absl::StrCat(error.what(), "; see spmmd --help"));
   }
 
-  if (!health_check.empty()) {
+  if (health_option->count() > 0) {
+    if (health_check.empty()) return absl::InvalidArgumentError("--health-check: the address is empty");
     auto timeout = ParseDurationText(health_timeout);
     if (!timeout.ok() || *timeout == absl::ZeroDuration()) {
       return absl::InvalidArgumentError(absl::StrCat("--health-check-timeout: '", health_timeout, "' is no time"));

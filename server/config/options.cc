@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -115,6 +116,10 @@ absl::Status CheckDirectory(absl::string_view flag, const std::string& path) {
 }  // namespace
 
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": is a directory"));
+  }
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat(path, ": ", std::strerror(errno)));
   std::ostringstream text;

@@ -99,7 +99,7 @@ class Metrics final : public prometheus::Collectable {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // For prometheus::Exposer::RegisterCollectable (by a shared_ptr to this object): refreshes derived gauges, then
+  // For HttpEndpoint::Start (by a shared_ptr to this object): refreshes derived gauges, then
   // collects.
   std::vector<prometheus::MetricFamily> Collect() const override;
   // The whole scrape as text exposition format.

@@ -22,6 +22,7 @@ namespace spmmd::server {
 namespace {
 
 constexpr absl::Duration kProgressInterval = absl::Milliseconds(100);
+constexpr absl::Duration kCancelGrace = absl::Milliseconds(10);
 
 // One thing happens at a time: a read, or work on a blocking thread; each step starts the next. Only writes overlap
 // with them, and only OnCancel comes at any time.
@@ -99,13 +100,11 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
       End(begun.status());
       return;
     }
-    bool cancelled = false;
     {
       absl::MutexLock lock(&mutex_);
       upload_ = *std::move(begun);
-      cancelled = cancelled_;
     }
-    if (cancelled) {
+    if (Cancelled()) {
       End(absl::CancelledError("cancelled by the caller"));
       return;
     }
@@ -137,24 +136,34 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   void RunFinish() {
     scope_.rpc().blocking->Run([this] {
       request_.Clear();
+      // A caller that was lost or has cancelled shows as the end of its stream first, like one that has half-closed, and
+      // as a cancellation a moment later.
+      {
+        absl::MutexLock lock(&mutex_);
+        mutex_.AwaitWithTimeout(absl::Condition(&cancelled_), kCancelGrace);
+      }
       FinishUpload();
     });
   }
 
   void FinishUpload() {
+    if (Cancelled()) {
+      End(absl::CancelledError("cancelled by the caller"));
+      return;
+    }
     SendProgress(pb::LAYER_STATE_PACKING);
     auto layer = upload_->Finish();
-    bool cancelled = false;
-    {
-      absl::MutexLock lock(&mutex_);
-      cancelled = cancelled_;
-    }
     if (layer.ok()) {
       layer_ = *std::move(layer);
       End(absl::OkStatus());
     } else {
-      End(cancelled ? absl::CancelledError("cancelled by the caller") : layer.status());
+      End(Cancelled() ? absl::CancelledError("cancelled by the caller") : layer.status());
     }
+  }
+
+  bool Cancelled() {
+    absl::MutexLock lock(&mutex_);
+    return cancelled_;
   }
 
   // A progress event, unless one was sent just now or a write is still under way.

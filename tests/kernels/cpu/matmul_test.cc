@@ -108,6 +108,23 @@ TEST(MatmulTest, ActivationsOverTheWholeRange) {
   }
 }
 
+TEST(MatmulTest, ActivationsOfHugeValuesAreTheirLimits) {
+  DenseMatrix w = *DenseMatrix::Create(DType::kF32, 1, 1);
+  StoreValue(w.mutable_view(), 0, 0, 1.0f);
+  const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+  for (const Activation activation : {Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
+    for (const float magnitude : {200.0f, 1e10f, 1e36f, 3e38f}) {
+      for (const float x : {magnitude, -magnitude}) {
+        float result = 7.0f;
+        const MutableDenseView out = {reinterpret_cast<std::byte*>(&result), DType::kF32, 1, 1, 1};
+        const DenseView in = {reinterpret_cast<const std::byte*>(&x), DType::kF32, 1, 1, 1};
+        ASSERT_TRUE(cpu::Matmul(layer, in, {{}, activation}, out, DefaultThreadPool()).ok());
+        EXPECT_EQ(result, x > 0 ? x : 0.0f) << Name(activation) << "(" << x << ")";
+      }
+    }
+  }
+}
+
 TEST(MatmulTest, SubnormalAndLargeFp16) {
   // What separates the two fp16 decoders: subnormal and largest weights, activations beyond 2^15.
   DenseMatrix w = *DenseMatrix::Create(DType::kF16, 64, 16);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,10 @@ def client(server: LocalServer) -> Iterator[spmmd.Client]:
         yield client
         for name in {layer.name for layer in client.list()}:
             client.unregister(name)
+        # A caller that goes away is noticed a moment after it has gone.
+        deadline = time.monotonic() + 5.0
+        while weights_bytes(client) != baseline and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert weights_bytes(client) == baseline
 
 

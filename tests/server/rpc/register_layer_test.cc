@@ -277,6 +277,27 @@ TEST_F(RegisterLayerTest, AClientThatGoesAwayLeavesNothing) {
   EXPECT_TRUE(server_.Register("gone", layer).ok());
 }
 
+TEST_F(RegisterLayerTest, ACancelAfterTheLastByteLeavesNothing) {
+  // All content is there, but the caller never half-closed: it did not ask for the layer to be made.
+  const TestLayer layer = TestLayer::Random(64, 64, 5);
+  for (int i = 0; i < 10; ++i) {
+    grpc::ClientContext context;
+    auto stream = server_.catalog().RegisterLayer(&context);
+    pb::RegisterLayerRequest request;
+    *request.mutable_spec() = DenseSpec("w" + std::to_string(i), 64, 64);
+    ASSERT_TRUE(stream->Write(request));
+    pb::RegisterLayerResponse response;
+    ASSERT_TRUE(stream->Read(&response));
+    *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, 0, layer.Bytes());
+    ASSERT_TRUE(stream->Write(request));
+    context.TryCancel();
+    while (stream->Read(&response)) {
+    }
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  ExpectNothingLeft();
+}
+
 TEST_F(RegisterLayerTest, UploadsAtOnceAreBounded) {
   TestServer server([](Options* options) { options->max_uploads = 2; });
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
