@@ -209,3 +209,10 @@ def test_spec_carries_every_option() -> None:
 def test_bad_options_are_named(options: Options, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         upload_spec("a", content_of(np.ones((1, 1), np.float32)), options)
+
+
+def test_prune_of_a_wrong_type_says_what_is_right() -> None:
+    content = content_of(np.ones((2, 2), np.float32))
+    with pytest.raises(TypeError, match=r"prune: .*0\.5.*'magnitude:0\.5'"):
+        upload_spec("a", content, Options(prune="magnitude:0.5"))  # type: ignore[arg-type]
+    assert upload_spec("a", content, Options(prune=np.float32(0.5))).magnitude.sparsity == 0.5  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,7 +180,10 @@ class Options:
         if isinstance(self.prune, NM):
             spec.nm.n, spec.nm.m = self.prune.n, self.prune.m
         elif self.prune is not None:
-            spec.magnitude.sparsity = self.prune.sparsity if isinstance(self.prune, Magnitude) else self.prune
+            share = self.prune.sparsity if isinstance(self.prune, Magnitude) else self.prune
+            if not isinstance(share, numbers.Real):
+                raise TypeError(f"prune: expected a share of zeros such as 0.5, Magnitude or NM, got {share!r}")
+            spec.magnitude.sparsity = float(share)
         spec.format = parse_enum(Format, self.format, "format").value  # type: ignore[assignment]
         if self.store_dtype is not None:
             spec.store_dtype = parse_dtype(self.store_dtype, "store_dtype").value  # type: ignore[assignment]
