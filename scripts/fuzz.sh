@@ -9,8 +9,8 @@ cmake --build build/fuzz --target spmmd_fuzzers
 for fuzzer in build/fuzz/fuzz/*_fuzz; do
   name=$(basename "$fuzzer")
   corpus=tests/fuzz/corpus/${name%_fuzz}
-  mkdir -p build/fuzz/work/"$name"
+  mkdir -p build/fuzz/runs/"$name"
   echo "fuzz: $name"
   "$fuzzer" -max_total_time="${FUZZ_SECONDS:-10}" -rss_limit_mb=2048 -timeout=10 -artifact_prefix=build/fuzz/ \
-    -print_final_stats=0 build/fuzz/work/"$name" "$corpus" 2>&1 | tail -n 2
+    -print_final_stats=0 build/fuzz/runs/"$name" "$corpus" 2>&1 | tail -n 2
 done

@@ -42,8 +42,8 @@ struct ClientOptions {
   size_t chunk_bytes = size_t{1} << 20;
 
   // Whatever else gRPC offers (compression, load balancing, reconnection). These win over what the client itself sets:
-  // unlimited message sizes, an own connection for every Client, a keepalive ping every minute while calls are in flight,
-  // no HTTP proxy for an address on this host.
+  // unlimited message sizes, an own connection for every Client, a keepalive ping every minute while calls are in
+  // flight, no HTTP proxy for an address on this host.
   grpc::ChannelArguments channel_arguments;
 };
 

@@ -14,20 +14,13 @@ namespace {
 
 // Order is the kernel's number in the ABI of one build; callers find kernels by name.
 const Kernel* const kKernels[] = {
-    &kDenseCublasLt,
-    &kSpmmTile,
-    &kSpmmSlab,
-    &kRowStreamSpmv,
-    &kColumnPieceSpmspv,
-    &kColumnPieceSpmspvIndexed,
+    &kDenseCublasLt, &kSpmmTile, &kSpmmSlab, &kRowStreamSpmv, &kColumnPieceSpmspv, &kColumnPieceSpmspvIndexed,
     &kRlcCscSpmspv,
 };
 
 const FormatHooks kFormats[] = {
-    {kFormatDense, ValidateDense},
-    {kFormatBitmapGpu, ValidateBitmapGpu},
-    {kFormatRowStream, ValidateRowStream},
-    {kFormatColumnPiece, ValidateColumnPiece},
+    {kFormatDense, ValidateDense},         {kFormatBitmapGpu, ValidateBitmapGpu},
+    {kFormatRowStream, ValidateRowStream}, {kFormatColumnPiece, ValidateColumnPiece},
     {kFormatRlcCsc, ValidateRlcCsc},
 };
 

@@ -62,7 +62,7 @@ namespace spmmd {
   X(workspace_bytes)            \
   X(workspace_init)             \
   X(launch)                     \
-  X(group_workspace_bytes)        \
+  X(group_workspace_bytes)      \
   X(launch_group)               \
   X(dense_tune)                 \
   X(dense_use_candidate)

@@ -9,8 +9,8 @@
 namespace spmmd::server {
 namespace {
 
-// Elements handled at a time, so that operands of other types are widened inside the first-level cache. A multiple of 16, as
-// ApplyEpilogue wants.
+// Elements handled at a time, so that operands of other types are widened inside the first-level cache. A multiple of
+// 16, as ApplyEpilogue wants.
 constexpr int64_t kBlock = 1024;
 // Elements a task has, at least: about 10 us of work.
 constexpr int64_t kGrain = 16384;

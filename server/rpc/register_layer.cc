@@ -136,8 +136,8 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   void RunFinish() {
     scope_.rpc().blocking->Run([this] {
       request_.Clear();
-      // A caller that was lost or has cancelled shows as the end of its stream first, like one that has half-closed, and
-      // as a cancellation a moment later.
+      // A caller that was lost or has cancelled shows as the end of its stream first, like one that has half-closed,
+      // and as a cancellation a moment later.
       {
         absl::MutexLock lock(&mutex_);
         mutex_.AwaitWithTimeout(absl::Condition(&cancelled_), kCancelGrace);
