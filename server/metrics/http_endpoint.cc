@@ -48,6 +48,7 @@ absl::StatusOr<std::unique_ptr<HttpEndpoint>> HttpEndpoint::Start(
   server.set_write_timeout(kTimeoutSeconds);
   // A scraper comes back after many seconds: keeping its connection would only hold a thread.
   server.set_keep_alive_max_count(1);
+  server.set_keep_alive_timeout(kTimeoutSeconds);  // also the wait for a connection's first byte
   server.set_payload_max_length(kMaxRequestBytes);
   // The library's default would let two servers share one port.
   server.set_socket_options([](int socket) {

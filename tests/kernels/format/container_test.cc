@@ -1,6 +1,7 @@
 #include "kernels/format/container.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -12,6 +13,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/format/file_io.h"
 #include "tests/kernels/format/matrices.h"
 
 namespace spmmd {
@@ -143,6 +145,16 @@ TEST_F(ContainerTest, RefusesWhatItCannotWrite) {
   EXPECT_THAT(std::string(WriteLayerFile(Path(), file).message()), HasSubstr("metadata"));
   EXPECT_FALSE(WriteLayerFile(Path("no/such/directory"), MakeFile()).ok());
   EXPECT_TRUE(fs::is_empty(directory_));
+}
+
+TEST(FileIoTest, NeverReplacesWhatIsNoRegularFile) {
+  const std::string pipe = ::testing::TempDir() + "file_io_pipe." + std::to_string(getpid());
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_EQ(WriteFileAtomically(pipe, {}).code(), absl::StatusCode::kFailedPrecondition);
+  struct stat info;
+  ASSERT_EQ(stat(pipe.c_str(), &info), 0);
+  EXPECT_TRUE(S_ISFIFO(info.st_mode));
+  unlink(pipe.c_str());
 }
 
 TEST_F(ContainerTest, FailedWriteLeavesTheOldFileAndNoTemporary) {

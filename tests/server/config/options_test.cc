@@ -178,6 +178,14 @@ TEST_F(OptionsTest, ManifestMayBeJsonAndIsChecked) {
               HasSubstr("layers[0].file"));
 }
 
+TEST(CommandLineTest, AnEmptyHealthCheckIsNoServer) {
+  EXPECT_EQ(Parse({"--health-check", ""}).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(CommandLineTest, ADirectoryIsNoConfiguration) {
+  EXPECT_EQ(Parse({"--config", "/tmp"}).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(ParseBytesTest, UnitsAndLimits) {
   EXPECT_EQ(*ParseBytes("0"), 0u);
   EXPECT_EQ(*ParseBytes("3KiB"), 3072u);

@@ -1,5 +1,11 @@
 #include "server/metrics/http_endpoint.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -49,6 +55,25 @@ TEST_F(HttpEndpointTest, AnswersWhatIsNotAScrape) {
   EXPECT_EQ(client.Put("/metrics", "x", "text/plain")->status, 405);
   EXPECT_EQ(client.Delete("/metrics")->status, 405);
   EXPECT_EQ(client.Get("/metrics")->status, 200);
+}
+
+TEST_F(HttpEndpointTest, IdleConnectionsDoNotBlockAScrape) {
+  std::vector<int> idle;
+  for (int i = 0; i < 12; ++i) {  // more than there are threads
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>(endpoint_->port()));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    idle.push_back(fd);
+  }
+  auto client = NewClient();
+  client.set_read_timeout(60);
+  const auto response = client.Get("/metrics");
+  ASSERT_TRUE(response);
+  EXPECT_EQ(response->status, 200);
+  for (const int fd : idle) close(fd);
 }
 
 TEST_F(HttpEndpointTest, RefusesAPortInUseAndABadAddress) {
