@@ -23,7 +23,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Idle OpenBLAS threads spin for up to 2^26 clock ticks before they sleep. Our threads need the cores back first.
+// Idle OpenBLAS threads spin before they sleep: 2^26 clock ticks unless OPENBLAS_THREAD_TIMEOUT says otherwise, as
+// main() sees to. Our threads need the cores back first.
 void LetBlasThreadsSleep() { std::this_thread::sleep_for(std::chrono::milliseconds(40)); }
 
 double Percentile(std::vector<double> samples, double share) {
@@ -56,6 +57,13 @@ absl::StatusOr<PackedLayer> CopyLayer(const PackedLayer& layer) {
   return copy;
 }
 
+// The threads that OpenBLAS started with, OPENBLAS_NUM_THREADS or all cores. Asked once, before the DENSE path of the
+// library under test sets them to one.
+int BlasThreads() {
+  static const int threads = openblas_get_num_threads();
+  return threads;
+}
+
 // OpenBLAS fp32 for Y [N, M] = X [N, K] * W^T, by the fastest of its routes.
 class DenseBaseline {
  public:
@@ -82,7 +90,10 @@ class DenseBaseline {
     return dense;
   }
 
-  void Run() { Run(route_); }
+  void Run() {
+    openblas_set_num_threads(BlasThreads());
+    Run(route_);
+  }
 
  private:
   enum Route { kGemv, kGemm, kTransposedGemm };
@@ -110,6 +121,7 @@ class DenseBaseline {
   }
 
   void ChooseRoute() {
+    openblas_set_num_threads(BlasThreads());
     double best = HUGE_VAL;
     for (const Route route : {kGemv, kGemm, kTransposedGemm}) {
       if (n_ == 1 && route != kGemv) continue;  // sgemm of one token is several times slower than sgemv
@@ -158,7 +170,11 @@ absl::Status TakeTurns(const BenchOptions& options, bool sparse, Subject& subjec
                        Timings* timings) {
   absl::Status status;
   const auto time = [&](std::vector<double>& samples, auto&& call) {
-    call();  // brings x, code and predictors back
+    // Brings x, code and predictors back, and either side's threads from their sleep to cores of their own.
+    constexpr auto kWarmUp = std::chrono::milliseconds(8);
+    const Clock::time_point start = Clock::now();
+    do call();
+    while (Clock::now() - start < kWarmUp);
     for (int i = 0; i < options.calls; ++i) samples.push_back(Microseconds(call));
   };
   for (int round = 0; round < options.rounds && status.ok(); ++round) {
@@ -261,8 +277,8 @@ absl::Status RunShape(const BenchOptions& options, int64_t m, int64_t k, double 
 std::vector<std::string> CpuNotes() {
   return {
       absl::StrCat("backend cpu, ", DefaultThreadPool().size(), " threads"),
-      absl::StrCat("dense baseline: OpenBLAS fp32, core type ", openblas_get_corename(), ", ",
-                   openblas_get_num_threads(), " threads, fastest of sgemv, sgemm and sgemm giving the transpose"),
+      absl::StrCat("dense baseline: OpenBLAS fp32, core type ", openblas_get_corename(), ", ", BlasThreads(),
+                   " threads, fastest of sgemv, sgemm and sgemm giving the transpose"),
       absl::StrFormat("read ceiling: %.1f GB/s at the start, measured again for every row",
                       ReadCeilingGbps(DefaultThreadPool())),
       "medians of calls that alternate with the baseline's, weights rotated over more than the last-level cache; x and "

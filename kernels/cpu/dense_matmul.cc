@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <mutex>
+#include <vector>
 
 #include "kernels/base/status_macros.h"
 #include "kernels/cpu/dense_kernels.h"
@@ -32,10 +32,10 @@ ThreadScratch& Scratch() {
   return scratch;
 }
 
-// OpenBLAS keeps one set of threads a process.
-std::mutex& BlasMutex() {
-  static std::mutex* const mutex = new std::mutex;
-  return *mutex;
+// OpenBLAS runs on the calling thread only. Its own threads spin for tens of milliseconds after a product, on cores
+// that the next sparse product needs; and with one product a worker nothing is serialised either.
+void KeepBlasOnThisThread() {
+  if (openblas_get_num_threads() != 1) openblas_set_num_threads(1);
 }
 
 const float* BiasAt(const Epilogue& epilogue, int64_t row) {
@@ -73,40 +73,47 @@ absl::Status SmallBatch(const PackedLayer& w, const float* x, int64_t x_stride, 
 // Row panels of W as fp32, one sgemm each.
 absl::Status LargeBatch(const PackedLayer& w, const float* x, int64_t x_stride, int64_t tokens,
                         const Epilogue& epilogue, const MutableDenseView& y, ThreadPool& pool) {
-  constexpr int64_t kPanelFloats = int64_t{4} << 20;
-  const int64_t panel_rows = w.dtype == DType::kF32 ? w.m
-                                                    : std::clamp<int64_t>(kPanelFloats / w.k, kRowsPerTask,
-                                                                          std::max<int64_t>(w.m, kRowsPerTask));
-  const int64_t out_stride = (std::min(panel_rows, w.m) + 15) / 16 * 16;
-  ThreadScratch& scratch = Scratch();
+  // Several panels a worker, so that none waits long for the last; not so few rows that packing x again for each costs
+  // more than a few percent.
+  constexpr int64_t kPanelsPerWorker = 4;
+  constexpr int64_t kMinPanelRows = 128;
+  constexpr int64_t kPanelFloats = int64_t{2} << 20;
+  const int64_t share = w.m / (kPanelsPerWorker * pool.size());
+  const int64_t most = std::max(kPanelFloats / w.k / kRowsPerTask * kRowsPerTask, kMinPanelRows);
+  const int64_t panel_rows = std::clamp((share + kRowsPerTask - 1) / kRowsPerTask * kRowsPerTask, kMinPanelRows, most);
   const std::byte* weights = w.sections[0].data.data();
-  SPMMD_ASSIGN_OR_RETURN(float* const out, scratch.out.Floats(static_cast<size_t>(tokens * out_stride)));
-  for (int64_t row = 0; row < w.m; row += panel_rows) {
+  KeepBlasOnThisThread();
+  std::vector<absl::Status> failures(static_cast<size_t>(pool.size()));
+  pool.ParallelFor((w.m + panel_rows - 1) / panel_rows, [&](int64_t task, int worker) {
+    const int64_t row = task * panel_rows;
     const int64_t rows = std::min(panel_rows, w.m - row);
+    ThreadScratch& scratch = Scratch();
     const std::byte* from = weights + static_cast<size_t>(row * w.k) * SizeOf(w.dtype);
     const float* panel = reinterpret_cast<const float*>(from);
     if (w.dtype != DType::kF32) {
-      SPMMD_ASSIGN_OR_RETURN(float* const widened, scratch.weights.Floats(static_cast<size_t>(rows * w.k)));
-      pool.ParallelFor((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task, int /*worker*/) {
-        const int64_t begin = task * kRowsPerTask;
-        const int64_t count = std::min(kRowsPerTask, rows - begin);
-        WidenRow(w.dtype, from + static_cast<size_t>(begin * w.k) * SizeOf(w.dtype), widened + begin * w.k,
-                 count * w.k);
-      });
-      panel = widened;
+      absl::StatusOr<float*> widened = scratch.weights.Floats(static_cast<size_t>(panel_rows * w.k));
+      if (!widened.ok()) {
+        failures[static_cast<size_t>(worker)] = widened.status();
+        return;
+      }
+      WidenRow(w.dtype, from, *widened, rows * w.k);
+      panel = *widened;
     }
-    {
-      const std::lock_guard<std::mutex> lock(BlasMutex());
-      cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, static_cast<int>(tokens), static_cast<int>(rows),
-                  static_cast<int>(w.k), 1.0f, x, static_cast<int>(x_stride), panel, static_cast<int>(w.k), 0.0f, out,
-                  static_cast<int>(out_stride));
+    absl::StatusOr<float*> out = scratch.out.Floats(static_cast<size_t>(tokens * panel_rows));
+    if (!out.ok()) {
+      failures[static_cast<size_t>(worker)] = out.status();
+      return;
     }
-    pool.ParallelFor(tokens, [&](int64_t n, int /*worker*/) {
-      float* values = out + n * out_stride;
+    cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, static_cast<int>(tokens), static_cast<int>(rows),
+                static_cast<int>(w.k), 1.0f, x, static_cast<int>(x_stride), panel, static_cast<int>(w.k), 0.0f, *out,
+                static_cast<int>(panel_rows));
+    for (int64_t n = 0; n < tokens; ++n) {
+      float* values = *out + n * panel_rows;
       ApplyEpilogue(values, rows, BiasAt(epilogue, row), epilogue.activation);
       NarrowRow(values, y.dtype, y.row(n) + static_cast<size_t>(row) * SizeOf(y.dtype), rows);
-    });
-  }
+    }
+  });
+  for (const absl::Status& failure : failures) SPMMD_RETURN_IF_ERROR(failure);
   return absl::OkStatus();
 }
 
