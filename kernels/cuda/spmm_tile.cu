@@ -1,17 +1,23 @@
-// SpMM for 9 to 64 tokens a launch: BITMAP_GPU weights decoded straight into the register operand of wgmma, X by TMA.
+// SpMM for 9 to 64 tokens a launch: BITMAP_GPU weights decoded straight into
+// the register operand of wgmma, X by TMA.
 //
-// Work. A tile is `height` x 64 rows of W; a CTA (one an SM) has four warpgroups that decode and multiply, `height` of
-// them along M and 4 / height along K, and a fifth that feeds X. A unit is one chunk a warp: a tile's rows times
-// 4 / height chunks of K. Tiles left over by whole rounds come first, cut along K into equal shares; then each CTA
-// takes whole tiles. Each warp fetches its own chunks through a private ring of bulk copies, one barrier a chunk.
-// X passes through a ring of 64-column boxes in shared memory, 128-byte swizzled, as wgmma wants its B operand.
+// Work. A tile is `height` x 64 rows of W; a CTA (one an SM) has four
+// warpgroups that decode and multiply, `height` of them along M and 4 / height
+// along K, and a fifth that feeds X. A unit is one chunk a warp: a tile's rows
+// times 4 / height chunks of K. Tiles left over by whole rounds come first, cut
+// along K into equal shares; then each CTA takes whole tiles. Each warp fetches
+// its own chunks through a private ring of bulk copies, one barrier a chunk. X
+// passes through a ring of 64-column boxes in shared memory, 128-byte swizzled,
+// as wgmma wants its B operand.
 //
-// Reduction. Warpgroups along K add up in shared memory. Of leftover tiles each CTA leaves a partial sum in the
-// workspace, which a second small kernel, launched early, adds up (the last CTA to arrive doing it was no faster).
+// Reduction. Warpgroups along K add up in shared memory. Of leftover tiles each
+// CTA leaves a partial sum in the workspace, which a second small kernel,
+// launched early, adds up (the last CTA to arrive doing it was no faster).
 // Always in the same order, and nobody ever waits for another CTA.
 //
-// Bytes an element: the format's, plus partial sums of the leftovers. Instructions an element: about 5.
-// Limiter: memory at 50 % sparsity and N <= 32; shared memory (decoding, and wgmma reading X again for every 64 rows)
+// Bytes an element: the format's, plus partial sums of the leftovers.
+// Instructions an element: about 5. Limiter: memory at 50 % sparsity and N <=
+// 32; shared memory (decoding, and wgmma reading X again for every 64 rows)
 // from N = 64 or 60 % on.
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -50,12 +56,12 @@ constexpr int kStepsPerCommit = 2;
 
 struct TileParams {
   tile::Plan plan;
-  const uint8_t* chunks;
-  const uint32_t* offsets;
+  const uint8_t *chunks;
+  const uint32_t *offsets;
   int tokens;
   int m;
   int stage_bytes;
-  float4* partials;  // [CTA][kMaxPieces][row block of the tile][token tile][lane]
+  float4 *partials;  // [CTA][kMaxPieces][row block of the tile][token tile][lane]
   Epilogue epilogue;
 };
 
@@ -70,15 +76,60 @@ constexpr int BoxBytes() {
   return kTokens * kBoxCols * 2;
 }
 
-// Shared memory behind the chunk stages: accumulators on their way between warps, kTokens / 8 x 512 bytes a slot. One
-// slot a warp along K beyond the first, and 512 bytes a warp for turning fragments into rows.
+// Shared memory behind the chunk stages: accumulators on their way between
+// warps, kTokens / 8 x 512 bytes a slot. One slot a warp along K beyond the
+// first, and 512 bytes a warp for turning fragments into rows.
 template <int kTokens>
 constexpr int SlotBytes() {
   return kTokens / 8 * 512;
 }
 
-// A chunk into a stage. One that is not there (begin == end) completes its barrier at once, so that every unit does.
-__device__ __forceinline__ void FetchChunk(const TileParams& p, uint32_t begin, uint32_t end, uint32_t to,
+// What one warp fetches, unit by unit: the chunks of its row block in the tile
+// and its place along K.
+class Fetches {
+ public:
+  __device__ __forceinline__ Fetches(const TileParams &p, int cta, int row_block_in_tile, int place)
+      : p_(p), segments_(p.plan, cta), row_block_(row_block_in_tile), place_(place) {
+    Enter();
+  }
+
+  __device__ __forceinline__ bool done() const { return done_; }
+  // Where the chunk begins and ends in units of 16 bytes; begin == end where
+  // the matrix has none.
+  __device__ __forceinline__ void Offsets(uint32_t &begin, uint32_t &end) const {
+    begin = 0;
+    end = 0;
+    if (segment_.begin < limit_) {
+      begin = __ldg(offset_);
+      end = __ldg(offset_ + 1);
+    }
+  }
+  __device__ __forceinline__ void Next() {
+    offset_ += p_.plan.depth();
+    if (++segment_.begin == segment_.end) Enter();
+  }
+
+ private:
+  __device__ __forceinline__ void Enter() {
+    done_ = !segments_.Next(segment_);
+    if (done_) return;
+    limit_ = p_.plan.Limit(segment_.tile, row_block_, place_);
+    offset_ = p_.offsets + static_cast<int64_t>(segment_.tile * p_.plan.height * 4 + row_block_) * p_.plan.col_blocks +
+              segment_.begin * p_.plan.depth() + place_;
+  }
+
+  const TileParams &p_;
+  tile::Segments segments_;
+  tile::Segment segment_ = {};
+  const uint32_t *offset_ = nullptr;
+  int row_block_, place_;
+  int limit_ = 0;
+  bool done_ = false;
+};
+
+// A chunk into a stage. One that is not there (begin == end) completes its
+// barrier at once, so that every unit does.
+__device__ __forceinline__ void FetchChunk(const TileParams &p, uint32_t begin, uint32_t end, uint32_t to,
                                            uint32_t full) {
   if (begin == end) {
     BarrierArrive(full);
@@ -88,10 +139,11 @@ __device__ __forceinline__ void FetchChunk(const TileParams& p, uint32_t begin, 
   BulkLoad(to, p.chunks + uint64_t{begin} * 16, (end - begin) * 16, full);
 }
 
-// A quad of a leftover tile: the sum of all partial sums of a row block and token tile.
+// A quad of a leftover tile: the sum of all partial sums of a row block and
+// token tile.
 template <int kTokens>
-__device__ __forceinline__ float4 SumPartials(const TileParams& p, int leftover, int row_block, int tile, int lane) {
-  const tile::Plan& plan = p.plan;
+__device__ __forceinline__ float4 SumPartials(const TileParams &p, int leftover, int row_block, int tile, int lane) {
+  const tile::Plan &plan = p.plan;
   const int first = plan.Sharer(leftover * plan.units);
   const int last = plan.Sharer((leftover + 1) * plan.units - 1);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -112,14 +164,14 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   constexpr int kSteps = ChunkDecoder<kChunkCols>::kSteps;
   extern __shared__ __align__(kDynamicAlignment) uint8_t dynamic[];
   __shared__ TileShared shared;
-  const tile::Plan& plan = p.plan;
+  const tile::Plan &plan = p.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int cta = static_cast<int>(blockIdx.x);
   const int depth = plan.depth();
   const int boxes = plan.boxes;
   const uint32_t x_shared = SharedAddress(dynamic);
-  uint8_t* const stages_begin = dynamic + depth * boxes * BoxBytes<kTokens>();
+  uint8_t *const stages_begin = dynamic + depth * boxes * BoxBytes<kTokens>();
   TriggerDependents();
 
   if (threadIdx.x == kWarps * 32) {
@@ -131,31 +183,23 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
     BarrierInitFence();
   }
 
-  // Consumers: warpgroup g takes row group g % height of the tile and chunk g / height of the unit.
+  // Consumers: warpgroup g takes row group g % height of the tile and chunk g /
+  // height of the unit.
   const int group = warp / 4;
   const int group_row = group % plan.height;
   const int group_col = group / plan.height;
   const int row_block_in_tile = group_row * 4 + warp % 4;
   const uint32_t stage0 = SharedAddress(stages_begin) + static_cast<uint32_t>(warp * plan.stages * p.stage_bytes);
   const uint32_t full0 = SharedAddress(shared.chunk_full) + static_cast<uint32_t>(warp * plan.stages * 8);
-  // The chunk of this warp in a unit, or -1 where the matrix has none.
-  const auto chunk_at = [&](const tile::Walk& walk) -> int64_t {
-    const int block = walk.tile() * plan.height * 4 + row_block_in_tile;
-    const int col = walk.unit() * depth + group_col;
-    return block < plan.row_blocks && col < plan.col_blocks ? static_cast<int64_t>(block) * plan.col_blocks + col : -1;
-  };
-  tile::Walk ahead(plan, cta);
+  Fetches fetches(p, cta, row_block_in_tile, group_col);
   if (warp < kWarps) {
-    // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches chunk s.
+    // The weights do not depend on earlier kernels: start them before anything
+    // else. Lane s fetches chunk s.
     int units = 0;
     uint32_t begin = 0;
     uint32_t end = 0;
-    for (; units < plan.stages && !ahead.done(); ++units, ahead.Next()) {
-      const int64_t chunk = chunk_at(ahead);
-      if (lane == units && chunk >= 0) {
-        begin = __ldg(p.offsets + chunk);
-        end = __ldg(p.offsets + chunk + 1);
-      }
+    for (; units < plan.stages && !fetches.done(); ++units, fetches.Next()) {
+      if (lane == units) fetches.Offsets(begin, end);
     }
     if (lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
     BarrierInitFence();
@@ -172,20 +216,24 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
       WaitForPrerequisites();
       int slot = 0;
       uint32_t parity = 1;
-      for (tile::Walk walk(plan, cta); !walk.done(); walk.Next()) {
+      tile::Segments segments(plan, cta);
+      for (tile::Segment segment; segments.Next(segment);) {
+        int column = segment.begin * depth * kChunkCols;
+        for (int unit = segment.begin; unit < segment.end; ++unit, column += (depth - 1) * kChunkCols) {
 #pragma unroll 1
-        for (int box = 0; box < kBoxesPerChunk; ++box) {
-          for (int ring = 0; ring < depth; ++ring) {
-            const int at = ring * boxes + slot;
-            const uint32_t full = SharedAddress(shared.box_full + at);
-            BarrierWait(SharedAddress(shared.box_empty + at), parity);
-            BarrierArriveExpect(full, BoxBytes<kTokens>());
-            TensorLoad2d(x_shared + static_cast<uint32_t>(at * BoxBytes<kTokens>()), &x_map,
-                         (walk.unit() * depth + ring) * kChunkCols + box * kBoxCols, 0, full);
-          }
-          if (++slot == boxes) {
-            slot = 0;
-            parity ^= 1;
+          for (int box = 0; box < kBoxesPerChunk; ++box, column += kBoxCols) {
+            for (int ring = 0; ring < depth; ++ring) {
+              const int at = ring * boxes + slot;
+              const uint32_t full = SharedAddress(shared.box_full + at);
+              BarrierWait(SharedAddress(shared.box_empty + at), parity);
+              BarrierArriveExpect(full, BoxBytes<kTokens>());
+              TensorLoad2d(x_shared + static_cast<uint32_t>(at * BoxBytes<kTokens>()), &x_map,
+                           column + ring * kChunkCols, 0, full);
+            }
+            if (++slot == boxes) {
+              slot = 0;
+              parity ^= 1;
+            }
           }
         }
       }
@@ -197,43 +245,38 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   const uint32_t box_full = SharedAddress(shared.box_full + group_col * boxes);
   const uint32_t box_empty = SharedAddress(shared.box_empty + group_col * boxes);
   const uint32_t x_low = WgmmaLowWord(x_shared + static_cast<uint32_t>(group_col * boxes * BoxBytes<kTokens>()));
-  uint8_t* const exchange = stages_begin + kWarps * plan.stages * p.stage_bytes;
-  float4* const turn =
-      reinterpret_cast<float4*>(exchange + (depth - 1) * plan.height * 4 * SlotBytes<kTokens>()) + warp * 32;
+  uint8_t *const exchange = stages_begin + kWarps * plan.stages * p.stage_bytes;
+  float4 *const turn =
+      reinterpret_cast<float4 *>(exchange + (depth - 1) * plan.height * 4 * SlotBytes<kTokens>()) + warp * 32;
   uint32_t a[2][kStepsPerCommit][4];
   int stage = 0;
   uint32_t stage_parity = 0;
   int slot = 0;
-  int used_slot = -1;  // whose wgmmas are done once the current batch is the only one running
+  int used_slot = -1;  // whose wgmmas are done once the current batch is the
+                       // only one running
   uint32_t slot_parity = 0;
-  tile::Walk walk(plan, cta);
+  tile::Segments segments(plan, cta);
 #pragma unroll 1
-  while (!walk.done()) {
+  for (tile::Segment segment; segments.Next(segment);) {
     float sum[kTokens / 2];
 #pragma unroll
-    for (float& v : sum) v = 0.f;
-    const int tile = walk.tile();
-    const bool leftover = walk.leftover();
-    const int piece = walk.piece();
-    bool ends = false;
+    for (float &v : sum) v = 0.f;
+    const int limit = plan.Limit(segment.tile, row_block_in_tile, group_col);
 #pragma unroll 1
-    while (!ends) {
-      // The offsets of the chunk that will refill this stage arrive while it is being decoded.
-      const bool refill = !ahead.done();
+    for (int unit = segment.begin; unit < segment.end; ++unit) {
+      // The offsets of the chunk that will refill this stage arrive while it is
+      // being decoded.
+      const bool refill = !fetches.done();
       uint32_t next_begin = 0;
       uint32_t next_end = 0;
       if (refill) {
-        if (const int64_t next = chunk_at(ahead); next >= 0) {
-          next_begin = __ldg(p.offsets + next);
-          next_end = __ldg(p.offsets + next + 1);
-        }
-        ahead.Next();
+        fetches.Offsets(next_begin, next_end);
+        fetches.Next();
       }
-      const bool present = chunk_at(walk) >= 0;
       const uint32_t chunk = stage0 + static_cast<uint32_t>(stage * p.stage_bytes);
       const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
       BarrierWait(full, stage_parity);
-      ChunkDecoder<kChunkCols> decoder(chunk, lane, present);
+      ChunkDecoder<kChunkCols> decoder(chunk, lane, unit < limit);
 #pragma unroll
       for (int step = 0; step < kSteps; step += kStepsPerCommit) {
         uint32_t(&set)[kStepsPerCommit][4] = a[step / kStepsPerCommit % 2];
@@ -265,19 +308,17 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
         stage = 0;
         stage_parity ^= 1;
       }
-      ends = walk.EndsSegment();
-      walk.Next();
     }
     WgmmaWait<0>();
 #pragma unroll
-    for (float& v : sum) WgmmaPin(v);
+    for (float &v : sum) WgmmaPin(v);
 
     // Along K: the first warpgroup of each row adds up the others.
     if (depth > 1) {
       NamedBarrier(1 + group_row, depth * 128);
       if (group_col > 0) {
-        float4* to = reinterpret_cast<float4*>(exchange + ((group_col - 1) * plan.height * 4 + row_block_in_tile) *
-                                                              SlotBytes<kTokens>()) +
+        float4 *to = reinterpret_cast<float4 *>(exchange + ((group_col - 1) * plan.height * 4 + row_block_in_tile) *
+                                                               SlotBytes<kTokens>()) +
                      lane;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
@@ -287,8 +328,8 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
       NamedBarrier(1 + group_row, depth * 128);
       if (group_col > 0) continue;
       for (int from = 0; from < depth - 1; ++from) {
-        const float4* part = reinterpret_cast<const float4*>(exchange + (from * plan.height * 4 + row_block_in_tile) *
-                                                                            SlotBytes<kTokens>()) +
+        const float4 *part = reinterpret_cast<const float4 *>(exchange + (from * plan.height * 4 + row_block_in_tile) *
+                                                                             SlotBytes<kTokens>()) +
                              lane;
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
@@ -300,17 +341,17 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
         }
       }
     }
-    const int block = tile * plan.height * 4 + row_block_in_tile;
-    float4* const partial =
+    const int block = segment.tile * plan.height * 4 + row_block_in_tile;
+    float4 *const partial =
         p.partials +
-        ((static_cast<int64_t>(cta) * kMaxPieces + piece) * plan.height * 4 + row_block_in_tile) * kTiles * 32;
+        ((static_cast<int64_t>(cta) * kMaxPieces + segment.piece) * plan.height * 4 + row_block_in_tile) * kTiles * 32;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       __syncwarp();
       turn[lane] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
       __syncwarp();
-      const float4 quad = LoadQuad(reinterpret_cast<const float*>(turn) + QuadOffset(lane));
-      if (leftover) {
+      const float4 quad = LoadQuad(reinterpret_cast<const float *>(turn) + QuadOffset(lane));
+      if (segment.piece >= 0) {
         __stcg(partial + t * 32 + lane, quad);
       } else {
         StoreTileQuad(p.epilogue, p.tokens, p.m, block, t, lane, quad);
@@ -319,11 +360,12 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   }
 }
 
-// Adds up the shares of the leftover tiles: one warp a row block and token tile.
+// Adds up the shares of the leftover tiles: one warp a row block and token
+// tile.
 template <int kTokens>
 __global__ __launch_bounds__(256) void TileFinish(const __grid_constant__ TileParams p) {
   constexpr int kTiles = kTokens / 8;
-  const tile::Plan& plan = p.plan;
+  const tile::Plan &plan = p.plan;
   TriggerDependents();
   const int item = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -362,19 +404,19 @@ constexpr int64_t kTokensPerLaunch = 64;
 
 int PaddedTokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
 
-int64_t MaxDynamicShared(const spmmd_cuda_device& device) {
+int64_t MaxDynamicShared(const spmmd_cuda_device &device) {
   constexpr int64_t kStatic = (sizeof(TileShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
   return static_cast<int64_t>(device.max_shared_bytes) - kStatic;
 }
 
 // Plans are made once for each kind of launch.
-tile::Plan PlanFor(const spmmd_cuda_layer& layer, int tokens) {
+tile::Plan PlanFor(const spmmd_cuda_layer &layer, int tokens) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
   const int64_t row_blocks = CeilDiv(layer.m, 16);
   const int64_t col_blocks = CeilDiv(layer.k, chunk_cols);
   const int64_t stage_bytes = layer.params[bitmap_gpu::kParamMaxChunkBytes];
   static std::mutex mutex;
-  static auto* const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int64_t>, tile::Plan>();
+  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int64_t>, tile::Plan>();
   const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, stage_bytes);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans->find(key); found != plans->end()) return found->second;
@@ -382,42 +424,45 @@ tile::Plan PlanFor(const spmmd_cuda_layer& layer, int tokens) {
                                         col_blocks, tokens, stage_bytes);
 }
 
-uint64_t PartialBytes(const tile::Plan& plan, int tokens) {
+uint64_t PartialBytes(const tile::Plan &plan, int tokens) {
   if (plan.leftovers == 0) return 0;
   return static_cast<uint64_t>(plan.ctas) * kMaxPieces * plan.height * 4 * static_cast<uint64_t>(tokens / 8) * 512;
 }
 
-bool NeedsConversion(const spmmd_cuda_layer& layer, const Call& call) {
+bool NeedsConversion(const spmmd_cuda_layer &layer, const Call &call) {
   return call.x_dtype != layer.dtype || reinterpret_cast<uintptr_t>(call.x) % 16 != 0 ||
          (call.n > 1 ? call.x_stride : 8) % 8 != 0;
 }
 
-uint64_t Pitch(const spmmd_cuda_layer& layer) { return RoundUp(static_cast<uint64_t>(layer.k), 8); }
+uint64_t Pitch(const spmmd_cuda_layer &layer) { return RoundUp(static_cast<uint64_t>(layer.k), 8); }
 
-Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
+Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
   for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
     if (tokens > 0 && PlanFor(layer, PaddedTokens(tokens)).ctas == 0) {
-      return Unimplemented("spmm_tile: the layer's largest chunk leaves no shared memory for activations");
+      return Unimplemented(
+          "spmm_tile: the layer's largest chunk leaves no "
+          "shared memory for activations");
     }
   }
   return {};
 }
 
-uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
+uint64_t ScratchBytes(const spmmd_cuda_layer &layer, const Call &call) {
   uint64_t partials = 0;
   for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
     if (tokens == 0) continue;
     const int padded = PaddedTokens(tokens);
     partials = std::max(partials, PartialBytes(PlanFor(layer, padded), padded));
   }
-  // Room for converted activations always: whether they are needed depends on pointers that may not be known yet.
+  // Room for converted activations always: whether they are needed depends on
+  // pointers that may not be known yet.
   return RoundUp(partials, 256) + static_cast<uint64_t>(call.n) * Pitch(layer) * 2;
 }
 
-Status EncodeActivations(const void* x, int64_t k, int64_t tokens, int64_t stride, int padded, bool is_bf16,
-                         CUtensorMap* map) {
+Status EncodeActivations(const void *x, int64_t k, int64_t tokens, int64_t stride, int padded, bool is_bf16,
+                         CUtensorMap *map) {
   static const auto encode = []() -> PFN_cuTensorMapEncodeTiled_v12000 {
-    void* function = nullptr;
+    void *function = nullptr;
     cudaDriverEntryPointQueryResult result;
     if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result) !=
             cudaSuccess ||
@@ -432,16 +477,16 @@ Status EncodeActivations(const void* x, int64_t k, int64_t tokens, int64_t strid
   const cuuint32_t box[2] = {kBoxCols, static_cast<cuuint32_t>(padded)};
   const cuuint32_t steps[2] = {1, 1};
   const CUresult result =
-      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(x),
-             sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+             const_cast<void *>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return {SPMMD_CUDA_INTERNAL, "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result))};
   }
   return {};
 }
 
-Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x, int64_t x_stride, int64_t first_token,
+Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const void *x, int64_t x_stride, int64_t first_token,
                   int64_t tokens, cudaStream_t stream) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
   const int padded = PaddedTokens(tokens);
@@ -449,16 +494,16 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
   TileParams p = {};
   p.plan = PlanFor(layer, padded);
   p.chunks = layer.SectionData(bitmap_gpu::kChunkSection);
-  p.offsets = reinterpret_cast<const uint32_t*>(layer.SectionData(bitmap_gpu::kOffsetSection));
+  p.offsets = reinterpret_cast<const uint32_t *>(layer.SectionData(bitmap_gpu::kOffsetSection));
   p.tokens = static_cast<int>(tokens);
   p.m = static_cast<int>(layer.m);
   p.stage_bytes = static_cast<int>(layer.params[bitmap_gpu::kParamMaxChunkBytes]);
-  p.partials = reinterpret_cast<float4*>(static_cast<uint8_t*>(call.workspace) + kCounterBytes);
+  p.partials = reinterpret_cast<float4 *>(static_cast<uint8_t *>(call.workspace) + kCounterBytes);
   p.epilogue = MakeEpilogue(call);
   p.epilogue.y =
-      static_cast<uint8_t*>(call.y) + static_cast<uint64_t>(first_token * call.y_stride) * ElementSize(call.y_dtype);
+      static_cast<uint8_t *>(call.y) + static_cast<uint64_t>(first_token * call.y_stride) * ElementSize(call.y_dtype);
   CUtensorMap map;
-  SPMMD_CUDA_TRY(EncodeActivations(static_cast<const uint16_t*>(x) + first_token * x_stride, layer.k, tokens,
+  SPMMD_CUDA_TRY(EncodeActivations(static_cast<const uint16_t *>(x) + first_token * x_stride, layer.k, tokens,
                                    tokens == 1 ? static_cast<int64_t>(Pitch(layer)) : x_stride, padded, is_bf16, &map));
 
   const TileKernel kernel = FindKernel(is_bf16, padded, chunk_cols);
@@ -486,14 +531,14 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
   return {};
 }
 
-Status Launch(const spmmd_cuda_layer& layer, const Call& call, cudaStream_t stream) {
-  const void* x = call.x;
+Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stream) {
+  const void *x = call.x;
   int64_t x_stride = call.x_stride;
   if (NeedsConversion(layer, call)) {
     uint64_t offset = kCounterBytes;
     const uint64_t pitch = Pitch(layer);
     offset += ScratchBytes(layer, call) - static_cast<uint64_t>(call.n) * pitch * 2;
-    void* converted = static_cast<uint8_t*>(call.workspace) + offset;
+    void *converted = static_cast<uint8_t *>(call.workspace) + offset;
     SPMMD_CUDA_TRY(
         LaunchConvertActivations(call, layer.k, layer.dtype, static_cast<int64_t>(pitch), converted, stream));
     x = converted;

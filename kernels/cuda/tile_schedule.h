@@ -1,5 +1,6 @@
-// How a launch of spmm_tile is cut into work, and the order in which a CTA goes through its part. Plain C++, so that a
-// test without a GPU can prove that every chunk is multiplied once.
+// How a launch of spmm_tile is cut into work, and the order in which a CTA goes
+// through its part. Plain C++, so that a test without a GPU can prove that
+// every chunk is multiplied once.
 #ifndef SPMMD_KERNELS_CUDA_TILE_SCHEDULE_H_
 #define SPMMD_KERNELS_CUDA_TILE_SCHEDULE_H_
 
@@ -21,8 +22,10 @@ inline constexpr int kBoxCols = 64;
 struct Plan {
   int row_blocks;
   int col_blocks;
-  int height;  // warpgroups along M: 1, 2 or 4
-  int units;   // of a tile
+  int height;            // warpgroups along M: 1, 2 or 4
+  int units;             // of a tile
+  int last_unit_chunks;  // chunks along K of a tile's last unit; the others have
+                         // depth()
   int ctas;
   int rounds;     // whole tiles a CTA
   int leftovers;  // tiles behind the rounds, shared by all CTAs
@@ -31,8 +34,14 @@ struct Plan {
 
   SPMMD_HOST_DEVICE int depth() const { return kGroups / height; }
   SPMMD_HOST_DEVICE int FirstLeftover() const { return rounds * ctas; }
-  // Leftover units are numbered tile by tile and dealt out evenly: the first share_extra CTAs get share + 1 of them,
-  // the others share.
+  // Units of a tile in which the warp of a row block has a chunk, `place` of
+  // depth() along K.
+  SPMMD_HOST_DEVICE int Limit(int tile, int row_block_in_tile, int place) const {
+    if (tile * height * 4 + row_block_in_tile >= row_blocks) return 0;
+    return place < last_unit_chunks ? units : units - 1;
+  }
+  // Leftover units are numbered tile by tile and dealt out evenly: the first
+  // share_extra CTAs get share + 1 of them, the others share.
   int share;
   int share_extra;
   SPMMD_HOST_DEVICE int ShareBegin(int c) const { return c * share + (c < share_extra ? c : share_extra); }
@@ -43,58 +52,50 @@ struct Plan {
   }
 };
 
-// A CTA's units in order: its share of the leftovers, then whole tiles.
-class Walk {
+// Consecutive units of one tile that a CTA works on.
+struct Segment {
+  int tile;
+  int begin;  // units
+  int end;
+  int piece;  // number among the CTA's shares of leftover tiles, -1 for a whole
+              // tile
+};
+
+// A CTA's segments in order: its share of the leftovers, then whole tiles.
+class Segments {
  public:
-  SPMMD_HOST_DEVICE Walk(const Plan& plan, int cta) : plan_(plan), cta_(cta) {
-    if (plan.leftovers > 0) {
-      const int begin = plan.ShareBegin(cta);
-      left_ = plan.ShareBegin(cta + 1) - begin;
-      const int leftover = begin / plan.units;
-      tile_ = plan.FirstLeftover() + leftover;
-      unit_ = begin - leftover * plan.units;
-    }
-    if (left_ == 0) StartRound(0);
+  SPMMD_HOST_DEVICE Segments(const Plan &plan, int cta) : plan_(plan), cta_(cta) {
+    if (plan.leftovers == 0) return;
+    const int begin = plan.ShareBegin(cta);
+    left_ = plan.ShareBegin(cta + 1) - begin;
+    leftover_ = begin / plan.units;
+    unit_ = begin - leftover_ * plan.units;
   }
 
-  SPMMD_HOST_DEVICE bool done() const { return done_; }
-  SPMMD_HOST_DEVICE int tile() const { return tile_; }
-  SPMMD_HOST_DEVICE int unit() const { return unit_; }
-  SPMMD_HOST_DEVICE bool leftover() const { return left_ > 0; }
-  SPMMD_HOST_DEVICE int piece() const { return piece_; }  // number of the leftover tile within the CTA
-  // True when the unit after this one belongs to another sum.
-  SPMMD_HOST_DEVICE bool EndsSegment() const { return unit_ + 1 == plan_.units || left_ == 1; }
-  SPMMD_HOST_DEVICE void Next() {
-    const bool ends_tile = ++unit_ == plan_.units;
+  // False past the last one.
+  SPMMD_HOST_DEVICE bool Next(Segment &segment) {
     if (left_ > 0) {
-      if (--left_ == 0) {
-        StartRound(0);
-      } else if (ends_tile) {
-        unit_ = 0;
-        ++tile_;
-        ++piece_;
-      }
-    } else if (ends_tile) {
-      StartRound(round_ + 1);
+      segment = {plan_.FirstLeftover() + leftover_, unit_, Min(plan_.units, unit_ + left_), piece_};
+      left_ -= segment.end - segment.begin;
+      unit_ = 0;
+      ++leftover_;
+      ++piece_;
+      return true;
     }
+    if (round_ == plan_.rounds) return false;
+    segment = {round_ * plan_.ctas + cta_, 0, plan_.units, -1};
+    ++round_;
+    return true;
   }
 
  private:
-  SPMMD_HOST_DEVICE void StartRound(int round) {
-    round_ = round;
-    unit_ = 0;
-    tile_ = round * plan_.ctas + cta_;
-    done_ = round >= plan_.rounds;
-  }
-
-  const Plan& plan_;
+  const Plan &plan_;
   int cta_;
-  int tile_ = 0, unit_ = 0, left_ = 0, piece_ = 0, round_ = 0;
-  bool done_ = false;
+  int left_ = 0, leftover_ = 0, unit_ = 0, piece_ = 0, round_ = 0;
 };
 
 // Dynamic shared memory of a launch.
-inline int64_t SharedBytes(const Plan& plan, int tokens, int64_t stage_bytes) {
+inline int64_t SharedBytes(const Plan &plan, int tokens, int64_t stage_bytes) {
   const int64_t box = int64_t{tokens} * kBoxCols * 2;
   const int64_t slot = tokens / 8 * 512;
   return plan.depth() * plan.boxes * box + kWarps * plan.stages * stage_bytes +
@@ -103,7 +104,8 @@ inline int64_t SharedBytes(const Plan& plan, int tokens, int64_t stage_bytes) {
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The cut with the lowest estimated time; ctas == 0 when the largest chunk leaves no room for any.
+// The cut with the lowest estimated time; ctas == 0 when the largest chunk
+// leaves no room for any.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int tokens,
                      int64_t stage_bytes) {
   constexpr double kBytesPerUsPerSm = 34e3;
@@ -119,6 +121,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
     plan.col_blocks = static_cast<int>(col_blocks);
     plan.height = height;
     plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth()));
+    plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth();
     plan.stages = 2;
     for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth()); plan.boxes >= 2; plan.boxes /= 2) {
       if (SharedBytes(plan, tokens, stage_bytes) <= max_shared_bytes) break;

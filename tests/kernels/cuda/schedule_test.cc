@@ -1,5 +1,6 @@
-// The schedules of the SpMM kernels, without a GPU: every chunk is multiplied exactly once, every partial sum has a
-// place of its own and is added exactly once, and what a launch asks for fits the device.
+// The schedules of the SpMM kernels, without a GPU: every chunk is multiplied
+// exactly once, every partial sum has a place of its own and is added exactly
+// once, and what a launch asks for fits the device.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -32,7 +33,7 @@ std::vector<Problem> Problems() {
   std::vector<Problem> problems;
   const auto chunk_bytes = [](int cols, int rows) { return int64_t{bitmap_gpu::ChunkBytes(cols, rows)}; };
   for (const int multiprocessors : {132, 5}) {
-    for (const auto& [m, k] : {std::pair{4096, 4096},
+    for (const auto &[m, k] : {std::pair{4096, 4096},
                                {11008, 4096},
                                {4096, 11008},
                                {5120, 13824},
@@ -55,7 +56,7 @@ std::vector<Problem> Problems() {
   return problems;
 }
 
-void CheckTile(const Problem& problem, int tokens) {
+void CheckTile(const Problem &problem, int tokens) {
   const tile::Plan plan = tile::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks, problem.col_blocks,
                                          tokens, problem.stage_bytes);
   if (plan.ctas == 0) return;  // the kernel refuses such a layer
@@ -66,37 +67,36 @@ void CheckTile(const Problem& problem, int tokens) {
   std::map<int, std::vector<std::pair<int, int>>> pieces;  // leftover tile -> (CTA, piece) in order
   std::set<int> whole;
   for (int cta = 0; cta < plan.ctas; ++cta) {
-    for (tile::Walk walk(plan, cta); !walk.done();) {
-      const int at = walk.tile();
-      const bool leftover = walk.leftover();
-      const int piece = walk.piece();
-      for (bool ends = false; !ends; walk.Next()) {
-        ASSERT_FALSE(walk.done());
-        ASSERT_EQ(walk.tile(), at);
-        ASSERT_LT(walk.unit(), plan.units);
-        for (int row = 0; row < plan.height * 4; ++row) {
-          for (int place = 0; place < plan.depth(); ++place) {
-            const int block = at * plan.height * 4 + row;
-            const int col = walk.unit() * plan.depth() + place;
-            if (block < problem.row_blocks && col < problem.col_blocks) {
+    tile::Segments segments(plan, cta);
+    for (tile::Segment segment; segments.Next(segment);) {
+      ASSERT_LT(segment.begin, segment.end);
+      ASSERT_LE(segment.end, plan.units);
+      for (int row = 0; row < plan.height * 4; ++row) {
+        for (int place = 0; place < plan.depth(); ++place) {
+          for (int unit = segment.begin; unit < segment.end; ++unit) {
+            const int block = segment.tile * plan.height * 4 + row;
+            const int col = unit * plan.depth() + place;
+            const bool inside = block < problem.row_blocks && col < problem.col_blocks;
+            ASSERT_EQ(unit < plan.Limit(segment.tile, row, place), inside);
+            if (inside) {
               ++visits[static_cast<size_t>(block) * static_cast<size_t>(problem.col_blocks) + static_cast<size_t>(col)];
             }
           }
         }
-        ends = walk.EndsSegment();
       }
-      if (leftover) {
-        ASSERT_LT(piece, tile::kMaxPieces);
-        pieces[at - plan.FirstLeftover()].emplace_back(cta, piece);
+      if (segment.piece >= 0) {
+        ASSERT_LT(segment.piece, tile::kMaxPieces);
+        pieces[segment.tile - plan.FirstLeftover()].emplace_back(cta, segment.piece);
       } else {
-        ASSERT_TRUE(whole.insert(at).second);
+        ASSERT_TRUE(whole.insert(segment.tile).second);
       }
     }
   }
   EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
   EXPECT_EQ(static_cast<int>(pieces.size()), plan.leftovers);
-  // What the second kernel adds up is what the CTAs left, in the order of the CTAs.
-  for (const auto& [leftover, left] : pieces) {
+  // What the second kernel adds up is what the CTAs left, in the order of the
+  // CTAs.
+  for (const auto &[leftover, left] : pieces) {
     std::vector<std::pair<int, int>> added;
     const int first = plan.Sharer(leftover * plan.units);
     const int last = plan.Sharer((leftover + 1) * plan.units - 1);
@@ -106,7 +106,7 @@ void CheckTile(const Problem& problem, int tokens) {
 }
 
 TEST(TileSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
-  for (const Problem& problem : Problems()) {
+  for (const Problem &problem : Problems()) {
     for (const int tokens : {16, 32, 64}) {
       SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tokens "
                                         << tokens << ", " << problem.multiprocessors << " SMs, chunk "
@@ -117,7 +117,7 @@ TEST(TileSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
   }
 }
 
-void CheckSlab(const Problem& problem, int tiles) {
+void CheckSlab(const Problem &problem, int tiles) {
   const slab::Plan plan = slab::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks, problem.col_blocks,
                                          tiles, problem.chunk_cols, problem.stage_bytes);
   ASSERT_GT(plan.splits, 0);
@@ -128,7 +128,8 @@ void CheckSlab(const Problem& problem, int tiles) {
   for (int split = 0; split < plan.splits; ++split) {
     ASSERT_GT(plan.SplitCols(split), 0);
     for (int cta = 0; cta < plan.groups; ++cta) {
-      // (group, segment) -> block, first chunk's position and warps, as they hand over.
+      // (group, segment) -> block, first chunk's position and warps, as they
+      // hand over.
       std::map<std::pair<int, int>, std::map<int, int>> first_col;  // member -> its first column
       std::map<std::pair<int, int>, IntPair> contributors;
       int pieces = 0;
@@ -160,17 +161,18 @@ void CheckSlab(const Problem& problem, int tiles) {
           }
         }
       }
-      for (const auto& [at, members] : first_col) {
+      for (const auto &[at, members] : first_col) {
         const int count = at.first == slab::kLeftoverGroup ? plan.warps : plan.warps >> plan.height_log2;
         const IntPair promised = contributors[at];
         ASSERT_EQ(static_cast<int>(members.size()), promised.y);
         // They follow each other from the one with the segment's first column.
         for (int i = 0; i < promised.y; ++i) ASSERT_EQ(members.count((promised.x + i) % count), 1u);
         const auto lowest = std::min_element(members.begin(), members.end(),
-                                             [](const auto& a, const auto& b) { return a.second < b.second; });
+                                             [](const auto &a, const auto &b) { return a.second < b.second; });
         ASSERT_EQ(lowest->first, promised.x);
       }
-      // The end of the kernel asks for every segment by number: none may be missing.
+      // The end of the kernel asks for every segment by number: none may be
+      // missing.
       for (int piece = 0; piece < pieces; ++piece) ASSERT_EQ(first_col.count({slab::kLeftoverGroup, piece}), 1u);
       for (int group = 0; group < plan.height(); ++group) {
         for (int round = 0; round < plan.rounds; ++round) ASSERT_EQ(first_col.count({group, round}), 1u);
@@ -179,7 +181,7 @@ void CheckSlab(const Problem& problem, int tiles) {
   }
   EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
   EXPECT_EQ(static_cast<int>(left.size()), plan.leftovers);
-  for (const auto& [leftover, parts] : left) {
+  for (const auto &[leftover, parts] : left) {
     std::set<std::tuple<int, int, int>> added;
     for (int split = 0; split < plan.splits; ++split) {
       const IntPair sharers = slab::Sharers(plan, split, leftover);
@@ -192,7 +194,7 @@ void CheckSlab(const Problem& problem, int tiles) {
 }
 
 TEST(SlabSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
-  for (const Problem& problem : Problems()) {
+  for (const Problem &problem : Problems()) {
     for (const int tiles : {1, 2, 4}) {
       SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tiles "
                                         << tiles << ", " << problem.multiprocessors << " SMs, chunk "
