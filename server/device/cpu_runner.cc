@@ -80,6 +80,7 @@ void Workspace::EndRun() {
 absl::Status CpuRunner::Run(Job& job) {
   const absl::Status status = job.rows == 0 ? absl::OkStatus() : GuardHostMemory([&] { return RunSteps(job); });
   workspace_.EndRun();
+  thresholded_.EndRun();
   return status;
 }
 
@@ -165,32 +166,9 @@ absl::Status CpuRunner::RunMatmul(const PlanStep& step, const Value& x, const Mu
 
   const SparseRows* rows = x.sparse;
   if (rows == nullptr || step.activation_threshold.has_value()) {
-    // Keep what is above the threshold.
     const float threshold = step.activation_threshold.value_or(0.0f);
-    SparseRows& kept = thresholded_;
-    kept.rows = job.rows;
-    kept.cols = layer.k();
-    kept.offsets.assign(1, 0);
-    kept.owned_indices.clear();
-    kept.values.clear();
-    for (int64_t row = 0; row < job.rows; ++row) {
-      if (rows == nullptr) {
-        cpu::Sparsify(x.dense, row, threshold, &row_indices_, &row_values_);
-        kept.owned_indices.insert(kept.owned_indices.end(), row_indices_.begin(), row_indices_.end());
-        kept.values.insert(kept.values.end(), row_values_.begin(), row_values_.end());
-      } else {
-        for (uint64_t i = rows->offsets[static_cast<size_t>(row)]; i < rows->offsets[static_cast<size_t>(row) + 1];
-             ++i) {
-          const float value = rows->values[i];
-          if (std::abs(value) <= threshold) continue;  // a NaN is kept
-          kept.owned_indices.push_back(rows->indices[i]);
-          kept.values.push_back(value);
-        }
-      }
-      kept.offsets.push_back(kept.values.size());
-    }
-    kept.indices = kept.owned_indices;
-    rows = &kept;
+    SPMMD_ASSIGN_OR_RETURN(
+        rows, rows == nullptr ? thresholded_.FromDense(x.dense, threshold) : thresholded_.FromSparse(*rows, threshold));
   }
   if (SparseIsFaster(layer.format(), job.rows, static_cast<int64_t>(rows->values.size()), layer.k())) {
     return RunSparseRows(layer, epilogue, *rows, y, job);

@@ -17,6 +17,7 @@
 #include "kernels/format/packed_layer.h"
 #include "server/device/device.h"
 #include "server/device/memory_budget.h"
+#include "server/device/thresholded_rows.h"
 #include "server/engine/plan.h"
 #include "server/metrics/metrics.h"
 
@@ -65,7 +66,7 @@ class Workspace {
 class CpuRunner {
  public:
   CpuRunner(std::string device, MemoryBudget* budget, ThreadPool* pool, Metrics* metrics)
-      : device_(std::move(device)), pool_(*pool), metrics_(metrics), workspace_(budget) {}
+      : device_(std::move(device)), pool_(*pool), metrics_(metrics), workspace_(budget), thresholded_(budget) {}
 
   // Not thread-safe: the executor runs one job at a time.
   absl::Status Run(Job& job);
@@ -92,9 +93,7 @@ class CpuRunner {
   Workspace workspace_;
   // Kernel names are static strings: their address is their identity.
   absl::flat_hash_map<std::pair<const char*, const char*>, KernelMetrics*> kernel_metrics_;
-  SparseRows thresholded_;  // kept for its capacity
-  std::vector<uint32_t> row_indices_;
-  std::vector<float> row_values_;
+  ThresholdedRows thresholded_;
 };
 
 }  // namespace spmmd::server

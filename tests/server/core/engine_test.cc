@@ -293,6 +293,31 @@ TEST(EngineTest, WorkspaceIsWithinTheBudget) {
   }
 }
 
+TEST(EngineTest, ThresholdedActivationsAreWithinTheBudget) {
+  const DenseMatrix w = RandomMatrix(DType::kF16, 16, 1024, 0.5, 1);
+  CoreOptions options;
+  options.device_memory = w.bytes() + (uint64_t{10} << 20);
+  Core core(options);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  const uint64_t weights = core.device.budget().used();
+  const auto execute = [&](int64_t tokens) {
+    pb::ExecuteRequest request = MatmulRequest("w", RandomMatrix(DType::kF16, tokens, 1024, 0, 1).view());
+    request.mutable_program()->mutable_steps(0)->mutable_matmul()->set_activation_threshold(0.01f);
+    pb::ExecuteResponse response;
+    return core.Execute(request, &response);
+  };
+  const auto kept = [&] { return core.device.budget().used() - weights; };
+  ASSERT_TRUE(execute(2).ok());
+  EXPECT_GT(kept(), uint64_t{2} * 1024 * 8) << "two rows of eight bytes an entry are kept for the next run";
+  ASSERT_TRUE(execute(600).ok());  // 4.7 MiB of entries, and 2.3 MiB scattered: too much to keep
+  EXPECT_LE(kept(), uint64_t{3} << 20);
+  const absl::Status status = execute(2000);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_EQ(ReasonOf(status), "DEVICE_MEMORY");
+  EXPECT_LE(kept(), uint64_t{3} << 20);
+  EXPECT_TRUE(execute(2).ok());
+}
+
 TEST(EngineTest, QueueFullExpiredAndCancelledRequestsLeaveNoTrace) {
   CoreOptions options;
   options.queue.max_depth = 100;
