@@ -9,6 +9,7 @@
 #include <string>
 
 #include "kernels/cuda/dense_cublaslt.h"
+#include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/layer.h"
@@ -376,6 +377,13 @@ spmmd_cuda_status spmmd_cuda_layer_clone(const spmmd_cuda_layer* layer, spmmd_cu
   });
 }
 
+spmmd_cuda_status spmmd_cuda_layer_read(const spmmd_cuda_layer* layer, uint32_t section, void* to, uint64_t bytes) {
+  return Guard([&]() -> Status {
+    if (layer == nullptr || (to == nullptr && bytes > 0)) return InvalidArgument("layer or to: null");
+    return spmmd::cuda::ReadSection(*layer, section, to, bytes);
+  });
+}
+
 void spmmd_cuda_layer_free(spmmd_cuda_layer* layer) {
   if (layer != nullptr) spmmd::cuda::FreeLayer(layer);
 }
@@ -490,6 +498,14 @@ spmmd_cuda_status spmmd_cuda_dense_use_candidate(const spmmd_cuda_layer* layer, 
     const ScopedDevice scope(layer->device->index);
     SPMMD_CUDA_TRY(scope.status());
     return spmmd::cuda::UseDenseCandidate(*layer, *call, index);
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_elementwise(spmmd_cuda_device* device, const spmmd_cuda_elementwise_call* call,
+                                         spmmd_cuda_stream stream) {
+  return OnDevice(device, [&]() -> Status {
+    if (call == nullptr) return InvalidArgument("call: null");
+    return spmmd::cuda::LaunchElementwise(*call, Stream(stream));
   });
 }
 

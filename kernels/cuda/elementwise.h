@@ -15,6 +15,9 @@ Status LaunchConvertActivations(const Call& call, int64_t k, int32_t to_dtype, i
 // y = activation(accumulators[n][m] + bias), accumulators fp32 and contiguous.
 Status LaunchEpilogue(const Call& call, int64_t m, const float* accumulators, cudaStream_t stream);
 
+// A step of a program that is no matmul. INVALID_ARGUMENT naming the field.
+Status LaunchElementwise(const spmmd_cuda_elementwise_call& call, cudaStream_t stream);
+
 }  // namespace spmmd::cuda
 
 #endif  // SPMMD_KERNELS_CUDA_ELEMENTWISE_H_

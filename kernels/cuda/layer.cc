@@ -139,6 +139,27 @@ Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out) {
   return {};
 }
 
+Status ReadSection(const spmmd_cuda_layer& layer, uint32_t section, void* to, uint64_t bytes) {
+  const ScopedDevice scope(layer.device->index);
+  SPMMD_CUDA_TRY(scope.status());
+  for (const spmmd_cuda_layer::Section& found : layer.sections) {
+    if (found.id != section) continue;
+    const uint8_t* from = layer.block + found.offset;
+    const bool pitched = layer.format == kFormatDense && section == kDenseValuesSection;
+    const uint64_t row_bytes = static_cast<uint64_t>(layer.k) * 2;
+    const uint64_t size = pitched ? static_cast<uint64_t>(layer.m) * row_bytes : found.size;
+    if (bytes != size) {
+      return InvalidArgument("bytes: " + std::to_string(bytes) + ", the section has " + std::to_string(size));
+    }
+    if (size == 0) return {};
+    SPMMD_CUDA_CHECK(pitched ? cudaMemcpy2D(to, row_bytes, from, DensePitch(layer.k) * 2, row_bytes,
+                                            static_cast<uint64_t>(layer.m), cudaMemcpyDeviceToHost)
+                             : cudaMemcpy(to, from, size, cudaMemcpyDeviceToHost));
+    return {};
+  }
+  return {SPMMD_CUDA_NOT_FOUND, "the layer has no section " + std::to_string(section)};
+}
+
 void FreeLayer(spmmd_cuda_layer* layer) {
   const ScopedDevice scope(layer->device->index);
   cudaFree(layer->block);

@@ -12,6 +12,8 @@ uint64_t DeviceBytes(const LayerDesc& desc);
 // `desc` has passed CheckDesc.
 Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const FormatHooks& hooks, spmmd_cuda_layer** out);
 Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out);
+// A section's bytes as they were uploaded.
+Status ReadSection(const spmmd_cuda_layer& layer, uint32_t section, void* to, uint64_t bytes);
 void FreeLayer(spmmd_cuda_layer* layer);
 
 // DENSE on a device: row pitch in elements. A multiple of 8 keeps every row 16-byte aligned, which cublasLt's

@@ -166,6 +166,10 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_upload(spmmd_cuda_device* devi
                                                          spmmd_cuda_layer** layer);
 /* A second copy of a resident layer on the same device (benchmarks rotate copies so that L2 holds none). */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_clone(const spmmd_cuda_layer* layer, spmmd_cuda_layer** copy);
+/* The packed bytes of one section as they were uploaded, back to host memory; `bytes` is the section's size. NOT_FOUND
+ * when the layer has no such section. Returns once the copy is done. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_read(const spmmd_cuda_layer* layer, uint32_t section, void* to,
+                                                       uint64_t bytes);
 /* No launch that uses the layer may be pending. Null is allowed. */
 SPMMD_CUDA_API void spmmd_cuda_layer_free(spmmd_cuda_layer* layer);
 
@@ -246,6 +250,34 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_dense_tune(const spmmd_cuda_layer* l
  * For benchmarks that time every candidate their own way. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_dense_use_candidate(const spmmd_cuda_layer* layer,
                                                                 const spmmd_cuda_matmul* call, int32_t index);
+
+/* ---- Element by element ------------------------------------------------------------------------------------------ */
+
+enum { SPMMD_CUDA_OP_COPY = 0, SPMMD_CUDA_OP_ADD = 1, SPMMD_CUDA_OP_MUL = 2 };
+
+/* y = activation(left op right), computed in fp32 and rounded to nearest even; COPY reads `left` alone. All pointers are
+ * device memory of rows x cols elements with row strides in elements (>= cols). `y` may be an operand of its dtype. */
+typedef struct {
+  const void* left;
+  const void* right; /* ADD and MUL */
+  void* y;
+  int64_t rows;
+  int64_t cols;
+  int64_t left_stride;
+  int64_t right_stride;
+  int64_t y_stride;
+  int32_t left_dtype;
+  int32_t right_dtype;
+  int32_t y_dtype;
+  int32_t op;
+  int32_t activation;
+  /* COPY: elements with |left| <= threshold become 0, a NaN stays; >= 0. */
+  float threshold;
+} spmmd_cuda_elementwise_call;
+/* Asynchronous; needs no workspace; may be captured. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_elementwise(spmmd_cuda_device* device,
+                                                        const spmmd_cuda_elementwise_call* call,
+                                                        spmmd_cuda_stream stream);
 
 #ifdef __cplusplus
 } /* extern "C" */

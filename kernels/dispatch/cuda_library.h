@@ -53,6 +53,7 @@ namespace spmmd {
   X(layer_device_bytes)         \
   X(layer_upload)               \
   X(layer_clone)                \
+  X(layer_read)                 \
   X(layer_free)                 \
   X(kernel_count)               \
   X(kernel_name)                \
@@ -65,7 +66,8 @@ namespace spmmd {
   X(group_workspace_bytes)      \
   X(launch_group)               \
   X(dense_tune)                 \
-  X(dense_use_candidate)
+  X(dense_use_candidate)        \
+  X(elementwise)
 
 // The loaded library. Immutable and thread-safe; stays loaded until the process ends.
 struct CudaLibrary {
