@@ -38,6 +38,8 @@ demo: build
 test: build
 	@ctest --test-dir build --output-on-failure -LE gpu -j $(JOBS) $(CTEST_ARGS)
 	@$(VENV)/python -m pytest -q tests/python
+	@scripts/setup.sh --ops
+	@$(VENV)/python -m pytest -q -c tests/operate/pytest.ini tests/operate
 
 bench: build
 	@scripts/bench_cpu.sh

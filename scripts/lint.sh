@@ -15,7 +15,11 @@ mapfile -t sources < <(git ls-files -- 'kernels/*.cc' 'server/*.cc' 'client/*.cc
 step clang-format clang-format --dry-run -Werror "${cxx[@]}"
 step buf .venv/bin/buf lint proto
 step shellcheck shellcheck "${shell[@]}"
-step ruff .venv/bin/ruff check client tests scripts
+step ruff .venv/bin/ruff check client tests scripts helm
+step ruff-format .venv/bin/ruff format --check tests/operate helm scripts/metrics_doc.py scripts/dashboard_pictures.py
+step yamllint yamllint --strict helm/spmmd/values.yaml helm/spmmd/Chart.yaml helm/spmmd/files/rules.yaml helm/spmmd/ci docker tests/operate
+step hadolint .venv/bin/hadolint docker/Dockerfile
+if [ -x .venv/bin/helm ]; then step helm .venv/bin/helm lint --strict --quiet helm/spmmd; fi
 step mypy .venv/bin/mypy
 if [ "${LINT_TIDY:-1}" = 1 ]; then
   step clang-tidy xargs -a <(printf '%s\n' "${sources[@]}") -P "$(nproc)" -n 4 clang-tidy -p build --quiet

@@ -4,13 +4,25 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# --dev adds the linters and clang with its fuzzing runtime.
+# --dev adds the linters and clang with its fuzzing runtime; --ops what the operators' tests use: Prometheus, helm, Kubernetes'
+# schemas, the Grafana SDK.
 package_lists=(scripts/apt-packages.txt)
 requirements=(scripts/requirements.txt)
-if [ "${1:-}" = "--dev" ]; then
-  package_lists+=(scripts/apt-packages-dev.txt)
-  requirements+=(scripts/requirements-dev.txt)
-fi
+ops=0
+for option in "$@"; do
+  case "$option" in
+    --dev)
+      package_lists+=(scripts/apt-packages-dev.txt)
+      requirements+=(scripts/requirements-dev.txt)
+      ;;
+    --ops)
+      package_lists+=(scripts/apt-packages-ops.txt)
+      requirements+=(scripts/requirements-ops.txt)
+      ops=1
+      ;;
+    *) echo "setup: unknown option $option" >&2; exit 2 ;;
+  esac
+done
 
 mapfile -t packages < <(cat "${package_lists[@]}")
 missing=()
@@ -37,3 +49,4 @@ if [ ! -e "$stamp" ]; then
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "${args[@]}"
   touch "$stamp"
 fi
+if [ "$ops" -eq 1 ]; then scripts/get_helm.sh; fi

@@ -1,7 +1,7 @@
-"""Builds the Grafana dashboards of the chart: `python helm/dashboards/generate.py` writes helm/spmmd/files/dashboards/*.json.
+"""Builds the Grafana dashboards of the chart into helm/spmmd/files/dashboards/*.json.
 
-The dashboards are code so that they are reviewed as code; a test regenerates them and compares. Panels are rows of (title, unit,
-description, [(expression, legend), ...]).
+The dashboards are code so that they are reviewed as code; a test regenerates them and compares. Panels are rows of
+(title, unit, description, [(expression, legend), ...]).
 """
 
 from __future__ import annotations
@@ -76,7 +76,15 @@ OVERVIEW = Board(
     "spmmd / Overview",
     "Is it up, how much does it do, how fast, and does it fail",
     [
-        Panel("Requests", "reqps", "Execute calls answered per second", [(rate("spmmd_requests_total", EXECUTE), "")], "stat", 6, 4),
+        Panel(
+            "Requests",
+            "reqps",
+            "Execute calls answered per second",
+            [(rate("spmmd_requests_total", EXECUTE), "")],
+            "stat",
+            6,
+            4,
+        ),
         Panel(
             "Latency p99",
             "s",
@@ -87,7 +95,13 @@ OVERVIEW = Board(
             4,
         ),
         Panel(
-            "Resident layers", "none", "Layers ready to multiply", [(gauge("spmmd_layers", 'state="ready"'), "")], "stat", 6, 4
+            "Resident layers",
+            "none",
+            "Layers ready to multiply",
+            [(gauge("spmmd_layers", 'state="ready"'), "")],
+            "stat",
+            6,
+            4,
         ),
         Panel(
             "Unhealthy devices",
@@ -135,7 +149,9 @@ KERNELS = Board(
             "Bytes that launches must move, over the time they took",
             [
                 (
-                    f"{rate('spmmd_kernel_bytes_total', by='device')} / {rate('spmmd_kernel_duration_seconds_sum', by='device')}",
+                    rate("spmmd_kernel_bytes_total", by="device")
+                    + " / "
+                    + rate("spmmd_kernel_duration_seconds_sum", by="device"),
                     "{{device}}",
                 )
             ],
@@ -199,7 +215,10 @@ LAYERS = Board(
     [
         Panel("Layers by state", "none", "Versions of layers", [(gauge("spmmd_layers", by="state"), "{{state}}")]),
         Panel(
-            "Bytes by format", "bytes", "Resident packed bytes", [(gauge("spmmd_layer_bytes", by="format"), "{{format}}")]
+            "Bytes by format",
+            "bytes",
+            "Resident packed bytes",
+            [(gauge("spmmd_layer_bytes", by="format"), "{{format}}")],
         ),
         Panel(
             "Largest layers",
@@ -227,7 +246,12 @@ LAYERS = Board(
             "Layers made resident per second: uploaded, from files, from the cache, back from the host",
             [(rate("spmmd_layer_loads_total", by="source"), "{{source}}")],
         ),
-        Panel("Evictions", "ops", "Layers that left device memory per second", [(rate("spmmd_layer_evictions_total"), "evictions")]),
+        Panel(
+            "Evictions",
+            "ops",
+            "Layers that left device memory per second",
+            [(rate("spmmd_layer_evictions_total"), "evictions")],
+        ),
         Panel(
             "Packing time p90",
             "s",
@@ -242,7 +266,12 @@ SERVING = Board(
     "spmmd / Serving",
     "Queues, batches, refusals",
     [
-        Panel("Waiting requests", "none", "By device", [(gauge("spmmd_queue_depth", by="instance, device"), "{{instance}} {{device}}")]),
+        Panel(
+            "Waiting requests",
+            "none",
+            "By device",
+            [(gauge("spmmd_queue_depth", by="instance, device"), "{{instance}} {{device}}")],
+        ),
         Panel(
             "Time in the queue",
             "s",
@@ -261,7 +290,12 @@ SERVING = Board(
                 (quantile(0.99, "spmmd_batch_tokens"), "p99"),
             ],
         ),
-        Panel("Refused", "reqps", "Requests refused by reason", [(rate("spmmd_rejected_total", by="reason"), "{{reason}}")]),
+        Panel(
+            "Refused",
+            "reqps",
+            "Requests refused by reason",
+            [(rate("spmmd_rejected_total", by="reason"), "{{reason}}")],
+        ),
         Panel("Calls by method", "reqps", "All methods", [(rate("spmmd_requests_total", by="rpc"), "{{rpc}}")]),
         Panel(
             "Latency p99 by method",
@@ -275,7 +309,7 @@ SERVING = Board(
 BOARDS = [OVERVIEW, KERNELS, LAYERS, SERVING]
 
 
-def build_panel(spec: Panel):  # noqa: ANN201 - the SDK's builders share no useful base type
+def build_panel(spec: Panel):
     """The SDK's panel for a spec."""
     if spec.kind == "stat":
         panel = stat.Panel().color_mode(common.BigValueColorMode.NONE)
@@ -327,7 +361,10 @@ def build(board: Board) -> str:
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
-    for name, query in (("job", "label_values(spmmd_build_info, job)"), ("instance", 'label_values(spmmd_build_info{job=~"$job"}, instance)')):
+    for name, query in (
+        ("job", "label_values(spmmd_build_info, job)"),
+        ("instance", 'label_values(spmmd_build_info{job=~"$job"}, instance)'),
+    ):
         builder = builder.with_variable(
             dashboard.QueryVariable(name)
             .label(name.capitalize())

@@ -1,0 +1,80 @@
+"""Dashboards and rules, run by a real Prometheus that scrapes a real server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live import DASHBOARDS, REPOSITORY, RULES, Live, finite, panel_queries
+
+RATE_INTERVAL = "10s"
+
+# Panels that stay empty without a GPU, by title, and why.
+NEEDS_GPU: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    "query", list(panel_queries()), ids=lambda query: f"{query.board}/{query.title}/{query.legend}"
+)
+def test_every_panel_shows_data(live: Live, query) -> None:
+    if query.title in NEEDS_GPU:
+        pytest.skip(NEEDS_GPU[query.title])
+    expression = query.runnable(RATE_INTERVAL)
+    live.prometheus.wait(lambda: bool(finite(live.prometheus.query(expression))), 15, f"no data for {expression}")
+
+
+def test_rules_load_and_evaluate_without_error(live: Live) -> None:
+    rules = live.prometheus.rules()
+    assert {rule["type"] for rule in rules} == {"recording", "alerting"}
+    live.prometheus.wait(
+        lambda: all(rule["health"] == "ok" for rule in live.prometheus.rules()),
+        15,
+        f"unhealthy: {[rule for rule in rules if rule['health'] != 'ok']}",
+    )
+    assert finite(live.prometheus.query("spmmd:device_memory_used:ratio"))
+
+
+def test_a_certificate_that_ends_in_two_days_is_pending_as_an_alert(live: Live) -> None:
+    names = {"pending": 0, "firing": 0}
+
+    def noticed() -> bool:
+        for alert in live.prometheus.alerts():
+            if alert["labels"]["alertname"] == "SpmmdCertificateExpiresSoon":
+                names[alert["state"]] += 1
+        return sum(names.values()) > 0
+
+    live.prometheus.wait(noticed, 15, "the certificate of two days raised nothing")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: scripts/setup.sh --ops")
+def test_rule_unit_tests(tmp_path: Path) -> None:
+    shutil.copy(RULES, tmp_path / "rules.yaml")
+    shutil.copy(Path(__file__).with_name("rules_test.yaml"), tmp_path)
+    subprocess.run(["promtool", "check", "rules", "rules.yaml"], cwd=tmp_path, check=True)
+    subprocess.run(["promtool", "test", "rules", "rules_test.yaml"], cwd=tmp_path, check=True)
+
+
+def test_dashboards_are_those_of_the_generator() -> None:
+    if importlib.util.find_spec("grafana_foundation_sdk") is None:
+        pytest.skip("grafana-foundation-sdk is not installed: scripts/setup.sh --ops")
+    subprocess.run([sys.executable, str(REPOSITORY / "helm" / "dashboards" / "generate.py"), "--check"], check=True)
+
+
+@pytest.mark.parametrize("path", sorted(DASHBOARDS.glob("*.json")), ids=lambda path: path.stem)
+def test_dashboards_are_portable(path: Path) -> None:
+    board = json.loads(path.read_text())
+    assert board["uid"] == path.stem
+    assert board.get("id") is None
+    variables = {variable["name"]: variable["type"] for variable in board["templating"]["list"]}
+    assert variables["datasource"] == "datasource"
+    for panel in board["panels"]:
+        assert panel["datasource"]["uid"] == "${datasource}", panel["title"]
+        assert panel["description"], panel["title"]
+        for target in panel["targets"]:
+            if "rate(" in target["expr"]:
+                assert "$__rate_interval" in target["expr"], panel["title"]
