@@ -4,11 +4,11 @@
 
 {{- define "spmmd.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 42 | trimSuffix "-" -}}
 {{- else if contains (include "spmmd.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 42 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "spmmd.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name (include "spmmd.name" .) | trunc 42 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -40,6 +40,53 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
+{{/*
+The units of the release: one, or one a shard. Each is a workload with its own services, disruption budget and scaling.
+While the number of shards changes (sharding.transitionFrom), those of the smaller number keep to it and the others to the larger one: rendezvous
+hashing only moves layers to or from the shards that come or go, so that every layer is found by clients of either number.
+*/}}
+{{- define "spmmd.units" -}}
+{{- $name := include "spmmd.fullname" . -}}
+{{- $shards := int .Values.sharding.shards -}}
+{{- if $shards -}}
+{{- $from := int (default $shards .Values.sharding.transitionFrom) -}}
+{{- $low := min $shards $from | int -}}
+{{- $high := max $shards $from | int -}}
+units:
+{{- range $index := until $high }}
+  - name: {{ printf "%s-shard-%d" $name $index }}
+    shard: {{ $index }}
+    count: {{ ternary $low $high (lt $index $low) }}
+{{- end }}
+{{- else -}}
+units:
+  - name: {{ $name }}
+{{- end -}}
+{{- end -}}
+
+{{/* The labels that select a unit's pods; takes (dict "root" $ "unit" UNIT). */}}
+{{- define "spmmd.unitLabels" -}}
+{{ include "spmmd.selectorLabels" .root }}
+{{- if hasKey .unit "shard" }}
+spmmd/shard: {{ .unit.shard | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* The shard of a layer: see client/python/src/spmmd/sharding.py. Takes (dict "layer" NAME "count" N). */}}
+{{- define "spmmd.shardOf" -}}
+{{- $key := regexReplaceAll "/.*" .layer "" -}}
+{{- $best := "" -}}
+{{- $owner := 0 -}}
+{{- range $index := until (int .count) -}}
+{{- $score := printf "%d/%s" $index $key | sha256sum -}}
+{{- if gt $score $best -}}
+{{- $best = $score -}}
+{{- $owner = $index -}}
+{{- end -}}
+{{- end -}}
+{{- $owner -}}
+{{- end -}}
+
 {{/* One "field: value" line a setting, in the text form of spmm.config.v1.ServerConfig. */}}
 {{- define "spmmd.config" -}}
 {{- $server := .Values.server -}}
@@ -50,6 +97,7 @@ backend: {{ $server.backend | quote }}
 drain_delay: "{{ $server.drainDelaySeconds }}s"
 drain_timeout: "{{ $server.drainTimeoutSeconds }}s"
 max_connection_age: {{ $server.maxConnectionAge | quote }}
+max_connection_age_grace: {{ $server.maxConnectionAgeGrace | quote }}
 log_format: {{ $server.logFormat | quote }}
 log_level: {{ $server.logLevel | quote }}
 {{- if .Values.modelRepository.enabled }}
@@ -82,8 +130,10 @@ manifest: "/etc/spmmd/config/layers.json"
 {{- end }}
 {{- end -}}
 
-{{/* The pod of either workload. */}}
+{{/* The pod of either workload; takes (dict "root" $ "unit" UNIT). */}}
 {{- define "spmmd.pod" -}}
+{{- $unit := .unit -}}
+{{- with .root -}}
 metadata:
   annotations:
     checksum/config: {{ include "spmmd.config" . | cat (.Values.layers | toJson) | sha256sum }}
@@ -91,7 +141,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   labels:
-    {{- include "spmmd.selectorLabels" . | nindent 4 }}
+    {{- include "spmmd.unitLabels" (dict "root" . "unit" $unit) | nindent 4 }}
     {{- with .Values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -116,7 +166,12 @@ spec:
     - name: spmmd
       image: {{ include "spmmd.image" . }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
-      args: ["--config=/etc/spmmd/config/spmmd.textproto"]
+      args:
+        - --config=/etc/spmmd/config/spmmd.textproto
+        {{- if hasKey $unit "shard" }}
+        - --shard-index={{ $unit.shard }}
+        - --shard-count={{ $unit.count }}
+        {{- end }}
       {{- with .Values.extraEnv }}
       env:
         {{- toYaml . | nindent 8 }}
@@ -230,4 +285,5 @@ spec:
   topologySpreadConstraints:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+{{- end -}}
 {{- end -}}
