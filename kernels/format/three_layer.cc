@@ -27,20 +27,11 @@ namespace spmmd::three_layer {
 constexpr int64_t kTileBlocks = 128;
 
 // The columns that W_t keeps of a group, by which of its elements are nonzero.
-struct Pair {
-  int p;
-  int q;
-};
 constexpr Pair KeptPair(unsigned mask) {
   if (std::popcount(mask) < 2) return mask > 3 ? Pair{2, 3} : Pair{0, 1};
   const int p = std::countr_zero(mask);
   return {p, std::countr_zero(mask & (mask - 1))};
 }
-constexpr Pair Complement(Pair pair) {
-  const unsigned rest = 0xfu & ~(1u << pair.p | 1u << pair.q);
-  return {std::countr_zero(rest), std::countr_zero(rest & (rest - 1))};
-}
-
 // All about two neighbouring groups, by the nonzero mask of their eight elements.
 struct alignas(32) GroupPair {
   // Byte shuffle of the eight elements: for each group the kept pair, then the complement.
@@ -81,8 +72,9 @@ struct TileScratch {
   // A bit a slot, in slot order.
   alignas(64) uint32_t surplus[kTileBlocks];
   alignas(64) uint32_t empty[kTileBlocks];
-  uint16_t surplus_slots[kTileSlots];
-  uint16_t empty_slots[kTileSlots];
+  // Code numbers, ascending.
+  uint16_t surplus_numbers[kTileSlots];
+  uint16_t empty_numbers[kTileSlots];
   uint16_t costs[kTileSlots];  // codes that a move takes when it is not a thread's first
 };
 
@@ -223,37 +215,33 @@ struct Piece {
   int64_t idle_code_bytes = 0;  // dummies, fillers, absent first moves
 };
 
-// The set bits' indices, ascending; returns their number.
-int64_t ListBits(const uint32_t* bits, uint16_t* indices) {
+// Transposes a matrix of 64 x 64 bits: bit c of word r becomes bit r of word c.
+void TransposeBits(std::array<uint64_t, 64>* matrix) {
+  uint64_t mask = 0x00000000ffffffffu;
+  for (size_t width = 32; width > 0; width /= 2, mask ^= mask << width) {
+    for (size_t begin = 0; begin < 64; begin += 2 * width) {
+      for (size_t i = begin; i < begin + width; ++i) {
+        const uint64_t swapped = ((*matrix)[i] >> width ^ (*matrix)[i + width]) & mask;
+        (*matrix)[i] ^= swapped << width;
+        (*matrix)[i + width] ^= swapped;
+      }
+    }
+  }
+}
+
+// The code numbers of the slots whose bits are set, ascending; returns how many there are.
+int64_t ListNumbers(const uint32_t* bits, uint16_t* numbers) {
+  std::array<uint64_t, 64> columns;
+  for (size_t row = 0; row < 64; ++row) columns[row] = bits[2 * row] | uint64_t{bits[2 * row + 1]} << 32;
+  TransposeBits(&columns);
   int64_t count = 0;
-  for (int64_t block = 0; block < kTileBlocks; block += 2) {
-    for (uint64_t word = bits[block] | uint64_t{bits[block + 1]} << 32; word != 0; word &= word - 1) {
-      indices[count++] = static_cast<uint16_t>(block * 32 + std::countr_zero(word));
+  for (size_t column = 0; column < 64; ++column) {
+    for (uint64_t word = columns[column]; word != 0; word &= word - 1) {
+      numbers[count++] = static_cast<uint16_t>(column * 64 + static_cast<size_t>(std::countr_zero(word)));
     }
   }
   return count;
 }
-
-struct Position {
-  int64_t row;
-  int64_t quad;
-};
-// Inverse of GroupOf.
-Position PositionOf(int64_t group) {
-  const int64_t reg = group % 4;
-  const int64_t lane = group / 4 % 32;
-  const int64_t step = group / 128 % 4;
-  const int64_t strip = group / 512;
-  return {strip * 16 + reg % 2 * 8 + lane / 4, step * 8 + reg / 2 * 4 + lane % 4};
-}
-
-unsigned NibbleAt(const uint32_t* metadata, Position position) {
-  const MetadataPlace place = MetadataOf(position.row, position.quad);
-  return metadata[place.word] >> place.shift & 15u;
-}
-
-bool IsLegalNibble(unsigned nibble) { return (nibble & 3u) < nibble >> 2; }
-Pair PairOf(unsigned nibble) { return {static_cast<int>(nibble & 3u), static_cast<int>(nibble >> 2)}; }
 
 // Moves every surplus element that finds no empty slot into the residual, spread evenly over the surplus, and closes
 // the list up. Returns the number kept.
@@ -262,11 +250,12 @@ int64_t DropExcess(int64_t surplus, int64_t keep, const uint32_t* metadata, Tile
   const size_t begin = residual->size();
   int64_t kept = 0;
   for (int64_t i = 0; i < surplus; ++i) {
-    const uint16_t slot = scratch->surplus_slots[i];
+    const uint16_t number = scratch->surplus_numbers[i];
     if ((i + 1) * keep / surplus > kept) {
-      scratch->surplus_slots[kept++] = slot;
+      scratch->surplus_numbers[kept++] = number;
       continue;
     }
+    const int64_t slot = CodeNumber(number);
     const Position position = PositionOf(slot / 2);
     const Pair pair = Complement(PairOf(NibbleAt(metadata, position)));
     const int64_t column = position.quad * 4 + (slot % 2 == 0 ? pair.p : pair.q);
@@ -318,17 +307,16 @@ int CodeLength(int64_t moves, const uint16_t* from, const uint16_t* to, uint16_t
   return length;
 }
 
-// Writes the codes of the first `moves` pairs of surplus_slots and empty_slots.
+// Writes the codes of the first `moves` pairs of surplus_numbers and empty_numbers.
 void EncodeMoves(int64_t moves, TileScratch* scratch, Piece* piece) {
-  const uint16_t* from = scratch->empty_slots;
-  const uint16_t* to = scratch->surplus_slots;
+  const uint16_t* from = scratch->empty_numbers;
+  const uint16_t* to = scratch->surplus_numbers;
   const uint16_t* costs = scratch->costs;
   const int length = CodeLength(moves, from, to, scratch->costs);
   const size_t begin = piece->codes.size();
-  const size_t first_bytes = kThreads * sizeof(uint32_t);
-  piece->codes.resize(begin + first_bytes + static_cast<size_t>(length) * kThreads);
+  piece->codes.resize(begin + kFirstBytes + static_cast<size_t>(length) * kThreads);
   uint8_t* first = piece->codes.data() + begin;
-  uint8_t* units = first + first_bytes;
+  uint8_t* units = first + kFirstBytes;
   int64_t next = 0;
   int64_t threads_used = 0;
   for (int thread = 0; thread < kThreads; ++thread) {
@@ -372,15 +360,15 @@ void PackTile(const DenseView& w, int64_t row0, int64_t col0, uint16_t* values, 
     stride = kTileCols;
   }
   piece->nnz += HWY_DYNAMIC_DISPATCH(BuildSlots)(source, stride, values, metadata, scratch);
-  const int64_t empty = ListBits(scratch->empty, scratch->empty_slots);
+  const int64_t empty = ListNumbers(scratch->empty, scratch->empty_numbers);
   // A slot kept for an absent nonzero may hold -0.0.
-  for (int64_t i = 0; i < empty; ++i) values[scratch->empty_slots[i]] = 0;
-  int64_t surplus = ListBits(scratch->surplus, scratch->surplus_slots);
+  for (int64_t i = 0; i < empty; ++i) values[CodeNumber(scratch->empty_numbers[i])] = 0;
+  int64_t surplus = ListNumbers(scratch->surplus, scratch->surplus_numbers);
   if (surplus > empty) surplus = DropExcess(surplus, empty, metadata, scratch, &piece->residual);
   piece->idle_slots += empty - surplus;
   if (surplus == 0) return;
   for (int64_t i = 0; i < surplus; ++i) {
-    values[scratch->empty_slots[i]] = scratch->surplus_values[scratch->surplus_slots[i]];
+    values[CodeNumber(scratch->empty_numbers[i])] = scratch->surplus_values[CodeNumber(scratch->surplus_numbers[i])];
   }
   EncodeMoves(surplus, scratch, piece);
 }
@@ -416,171 +404,27 @@ struct View {
   absl::Span<const uint16_t> residual_values;
 };
 
-// What one tile's codes come to.
-struct CodeCounts {
-  int64_t moves = 0;
-  int64_t dummies = 0;
-  int64_t fillers = 0;
-};
-
-// Calls move(a, b) for each move of a tile's codes, in order. Returns false, at the first offence, when a position
-// leaves the tile or does not ascend, or a thread without a first move has codes.
-template <typename Move>
-bool WalkCodes(absl::Span<const uint8_t> codes, CodeCounts* counts, Move move) {
-  if (codes.empty()) return true;
-  const size_t first_bytes = kThreads * sizeof(uint32_t);
-  if (codes.size() < first_bytes) return false;
-  const auto units = static_cast<int64_t>((codes.size() - first_bytes) / kCodeGranule);
-  int64_t previous_from = -1;
-  int64_t previous_to = -1;
-  for (int thread = 0; thread < kThreads; ++thread) {
-    uint32_t word = 0;
-    std::memcpy(&word, codes.data() + static_cast<size_t>(thread) * sizeof(word), sizeof(word));
-    int64_t from = word & 0xffffu;
-    int64_t to = word >> 16;
-    const bool absent = word == kNoMove;
-    if (!absent) {
-      if (from >= kTileSlots || to >= kTileSlots || from <= previous_from || to <= previous_to) return false;
-      move(from, to);
-      ++counts->moves;
-    }
-    for (int64_t i = 0; i < 2 * units; ++i) {
-      const size_t unit = first_bytes + static_cast<size_t>(i / 2) * kCodeGranule + static_cast<size_t>(2 * thread);
-      const uint8_t code = codes[unit + static_cast<size_t>(i % 2)];
-      if (code == 0) {
-        ++counts->fillers;
-        continue;
-      }
-      if (absent) return false;
-      from += code & 15;
-      to += code >> 4;
-      if (from >= kTileSlots || to >= kTileSlots) return false;
-      if ((code & 15) != 0 && code >> 4 != 0) {
-        move(from, to);
-        ++counts->moves;
-      } else {
-        ++counts->dummies;
-      }
-    }
-    if (!absent) {
-      previous_from = from;
-      previous_to = to;
-    }
-  }
-  return true;
-}
-
-absl::Span<const uint8_t> CodesOf(const View& view, int64_t tile) {
+// Offsets must have been checked.
+Tile TileOf(const View& view, int64_t tile) {
   const auto index = static_cast<size_t>(tile);
-  const size_t begin = view.code_offsets[index] * kCodeGranule;
-  return view.codes.subspan(begin, view.code_offsets[index + 1] * kCodeGranule - begin);
+  const size_t code_begin = view.code_offsets[index] * kCodeGranule;
+  const size_t residual_begin = view.residual_offsets[index];
+  return {view.values.data() + tile * kTileSlots,
+          view.metadata.data() + tile * kTileMetadataWords,
+          view.codes.data() + code_begin,
+          view.code_offsets[index + 1] * kCodeGranule - code_begin,
+          view.residual_positions.data() + residual_begin,
+          view.residual_values.data() + residual_begin,
+          view.residual_offsets[index + 1] - residual_begin};
 }
 
-// The tile as 64 x 128 elements. Offsets must have been checked; everything else may be damaged: returns false then.
-bool DecodeTile(const View& view, int64_t tile, uint16_t* dense) {
-  uint16_t kept[kTileSlots];
-  uint16_t moved[kTileSlots] = {};
-  std::memcpy(kept, view.values.data() + tile * kTileSlots, sizeof(kept));
-  CodeCounts counts;
-  if (!WalkCodes(CodesOf(view, tile), &counts, [&](int64_t from, int64_t to) {
-        moved[to] = kept[from];
-        kept[from] = 0;
-      })) {
-    return false;
+// Of the tile that has most.
+int64_t MaxCodeBytes(absl::Span<const uint32_t> code_offsets) {
+  uint32_t most = 0;
+  for (size_t tile = 0; tile + 1 < code_offsets.size(); ++tile) {
+    most = std::max(most, code_offsets[tile + 1] - code_offsets[tile]);
   }
-  std::memset(dense, 0, kTileRows * kTileCols * sizeof(uint16_t));
-  const uint32_t* metadata = view.metadata.data() + tile * kTileMetadataWords;
-  for (int64_t row = 0; row < kTileRows; ++row) {
-    for (int64_t quad = 0; quad < kTileCols / 4; ++quad) {
-      const unsigned nibble = NibbleAt(metadata, {row, quad});
-      if (!IsLegalNibble(nibble)) return false;
-      const Pair pair = PairOf(nibble);
-      const Pair other = Complement(pair);
-      const int64_t slot = 2 * GroupOf(row, quad);
-      uint16_t* group = dense + row * kTileCols + quad * 4;
-      group[pair.p] = kept[slot];
-      group[pair.q] = kept[slot + 1];
-      group[other.p] = moved[slot];
-      group[other.q] = moved[slot + 1];
-    }
-  }
-  int64_t previous = -1;
-  for (uint64_t i = view.residual_offsets[static_cast<size_t>(tile)];
-       i < view.residual_offsets[static_cast<size_t>(tile) + 1]; ++i) {
-    const int64_t position = view.residual_positions[i];
-    // Each element has one home only.
-    if (position <= previous || position >= kTileRows * kTileCols || IsNonzeroBits(dense[position])) return false;
-    dense[position] = view.residual_values[i];
-    previous = position;
-  }
-  return true;
-}
-
-// Whether all eight nibbles have p < q.
-bool AreLegalNibbles(uint32_t x) {
-  const uint32_t p0 = x;
-  const uint32_t p1 = x >> 1;
-  const uint32_t q0 = x >> 2;
-  const uint32_t q1 = x >> 3;
-  return ((~((q1 & ~p1) | (~(q1 ^ p1) & q0 & ~p0))) & 0x11111111u) == 0;
-}
-
-// Validate's checks on a tile that lies wholly inside the matrix, without decoding it; counts its nonzeros. Every move
-// has its own source and target, so the nonzeros are those of the slots and the residual.
-bool CheckInnerTile(const View& view, int64_t tile, int64_t* nnz) {
-  const uint32_t* metadata = view.metadata.data() + tile * kTileMetadataWords;
-  bool legal = true;
-  for (int64_t i = 0; i < kTileMetadataWords; ++i) legal &= AreLegalNibbles(metadata[i]);
-  if (!legal) return false;
-
-  const uint16_t* slots = view.values.data() + tile * kTileSlots;
-  uint64_t moved_from[kTileSlots / 64] = {};
-  uint64_t moved_to[kTileSlots / 64] = {};
-  CodeCounts counts;
-  if (!WalkCodes(CodesOf(view, tile), &counts, [&](int64_t from, int64_t to) {
-        moved_from[from / 64] |= uint64_t{1} << (from % 64);
-        moved_to[to / 64] |= uint64_t{IsNonzeroBits(slots[from])} << (to % 64);
-      })) {
-    return false;
-  }
-  int64_t count = 0;
-  for (int64_t i = 0; i < kTileSlots; ++i) count += IsNonzeroBits(slots[i]) ? 1 : 0;
-  int64_t previous = -1;
-  for (uint64_t i = view.residual_offsets[static_cast<size_t>(tile)];
-       i < view.residual_offsets[static_cast<size_t>(tile) + 1]; ++i) {
-    const int64_t position = view.residual_positions[i];
-    if (position <= previous || position >= kTileRows * kTileCols) return false;
-    previous = position;
-    // Each element has one home only: the slot of this one must be empty, whichever layer it is in.
-    const Position group{position / kTileCols, position % kTileCols / 4};
-    const auto column = static_cast<int>(position % 4);
-    const Pair kept = PairOf(NibbleAt(metadata, group));
-    const Pair other = Complement(kept);
-    const bool is_kept = column == kept.p || column == kept.q;
-    const int64_t slot = 2 * GroupOf(group.row, group.quad) + (column == (is_kept ? kept.q : other.q) ? 1 : 0);
-    const uint64_t bit = uint64_t{1} << (slot % 64);
-    if (is_kept ? IsNonzeroBits(slots[slot]) && (moved_from[slot / 64] & bit) == 0 : (moved_to[slot / 64] & bit) != 0) {
-      return false;
-    }
-    count += IsNonzeroBits(view.residual_values[i]) ? 1 : 0;
-  }
-  *nnz = count;
-  return true;
-}
-
-// The same on a tile that reaches beyond the matrix: nothing may hide there, where a kernel's activations need not be
-// finite.
-bool CheckEdgeTile(const View& view, int64_t tile, int64_t rows, int64_t cols, int64_t* nnz) {
-  uint16_t dense[kTileRows * kTileCols];
-  if (!DecodeTile(view, tile, dense)) return false;
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    for (int64_t c = 0; c < kTileCols; ++c) {
-      const bool nonzero = IsNonzeroBits(dense[r * kTileCols + c]);
-      if (nonzero && (r >= rows || c >= cols)) return false;
-      *nnz += nonzero ? 1 : 0;
-    }
-  }
-  return true;
+  return int64_t{most} * static_cast<int64_t>(kCodeGranule);
 }
 
 }  // namespace
@@ -629,6 +473,8 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
     residual_starts[tile + 1] += residual_starts[tile];
   }
 
+  const int64_t max_code_bytes = MaxCodeBytes(code_offsets.As<uint32_t>());
+
   SPMMD_ASSIGN_OR_RETURN(Buffer codes, Buffer::Allocate(code_starts[tiles] * kCodeGranule));
   const size_t residual = residual_starts[tiles];
   SPMMD_ASSIGN_OR_RETURN(Buffer residual_positions, Buffer::Allocate(residual * sizeof(uint16_t)));
@@ -656,7 +502,7 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   layer.dtype = w.dtype;
   layer.m = w.rows;
   layer.k = w.cols;
-  layer.params = {kTileRows, kTileCols, kThreads};
+  layer.params = {kTileRows, kTileCols, kThreads, max_code_bytes};
   int64_t idle_slots = 0;
   int64_t idle_code_bytes = 0;
   for (const Piece& piece : pieces) {
@@ -681,7 +527,7 @@ absl::Status Unpack(const PackedLayer& layer, const MutableDenseView& out) {
   const View view(layer);
   DefaultThreadPool().ParallelFor(view.tiles(), [&](int64_t tile, int /*worker*/) {
     uint16_t dense[kTileRows * kTileCols];
-    DecodeTile(view, tile, dense);
+    DecodeTile(TileOf(view, tile), dense);
     const int64_t row0 = tile / view.col_tiles * kTileRows;
     const int64_t col0 = tile % view.col_tiles * kTileCols;
     const int64_t cols = std::min(kTileCols, layer.k - col0);
@@ -702,7 +548,8 @@ absl::Status Validate(const PackedLayer& layer) {
         absl::StrCat("THREE_LAYER layout version ", layer.layout_version, ", expected ", kLayoutVersion));
   }
   if (SizeOf(layer.dtype) != sizeof(uint16_t)) return absl::DataLossError("THREE_LAYER dtype: neither fp16 nor bf16");
-  if (layer.params[0] != kTileRows || layer.params[1] != kTileCols || layer.params[2] != kThreads) {
+  if (layer.params[kParamTileRows] != kTileRows || layer.params[kParamTileCols] != kTileCols ||
+      layer.params[kParamThreads] != kThreads) {
     return absl::DataLossError("THREE_LAYER params: unknown tile size or number of threads");
   }
   const View view(layer);
@@ -720,6 +567,9 @@ absl::Status Validate(const PackedLayer& layer) {
   if (view.code_offsets.front() != 0 || !std::is_sorted(view.code_offsets.begin(), view.code_offsets.end())) {
     return absl::DataLossError("THREE_LAYER section code_offsets: must ascend from 0");
   }
+  if (layer.params[kParamMaxCodeBytes] != MaxCodeBytes(view.code_offsets)) {
+    return absl::DataLossError("THREE_LAYER params: the largest tile's code bytes are not those of code_offsets");
+  }
   SPMMD_RETURN_IF_ERROR(check_size(SectionId::kCodes, "codes", view.code_offsets.back() * kCodeGranule));
   if (view.residual_offsets.front() != 0 ||
       !std::is_sorted(view.residual_offsets.begin(), view.residual_offsets.end()) ||
@@ -736,8 +586,7 @@ absl::Status Validate(const PackedLayer& layer) {
     const int64_t rows = std::min(kTileRows, layer.m - tile / view.col_tiles * kTileRows);
     const int64_t cols = std::min(kTileCols, layer.k - tile % view.col_tiles * kTileCols);
     int64_t count = 0;
-    const bool ok = rows == kTileRows && cols == kTileCols ? CheckInnerTile(view, tile, &count)
-                                                           : CheckEdgeTile(view, tile, rows, cols, &count);
+    const bool ok = CheckTile(TileOf(view, tile), rows, cols, &count);
     if (!ok) bad_tile.store(tile, std::memory_order_relaxed);
     nnz.fetch_add(count, std::memory_order_relaxed);
   });
@@ -759,9 +608,9 @@ Stats ComputeStats(const PackedLayer& layer) {
   stats.tiles = view.tiles();
   CodeCounts counts;
   for (int64_t tile = 0; tile < view.tiles(); ++tile) {
-    const absl::Span<const uint8_t> codes = CodesOf(view, tile);
-    stats.tiles_without_filling += codes.empty() ? 1 : 0;
-    WalkCodes(codes, &counts, [](int64_t /*from*/, int64_t /*to*/) {});
+    const Tile packed = TileOf(view, tile);
+    stats.tiles_without_filling += packed.code_bytes == 0 ? 1 : 0;
+    WalkCodes(packed.codes, packed.code_bytes, &counts, [](int64_t /*from*/, int64_t /*to*/) {});
   }
   stats.slot_filled = counts.moves;
   stats.dummy_codes = counts.dummies;

@@ -9,6 +9,9 @@ namespace {
 constexpr int kSlots = 4096;
 constexpr uint32_t kNoMove = 0xffffffffu;
 
+// A code number's slot.
+__device__ uint32_t SlotOf(uint32_t number) { return (number & 63u) << 6 | number >> 6; }
+
 __device__ uint32_t Complement(uint32_t x) {
   const uint32_t e = (x >> 3 ^ x >> 1) & 0x11111111u;
   return x ^ (e * 5 | (e ^ 0x11111111u) * 10);
@@ -67,16 +70,16 @@ __global__ void __launch_bounds__(128) Probe(ThreeLayerSections w, int64_t m, in
       if (first != kNoMove) {
         uint32_t from = first & 0xffff;
         uint32_t to = first >> 16;
-        moved[to] = kept[from];
-        kept[from] = 0;
+        moved[SlotOf(to)] = kept[SlotOf(from)];
+        kept[SlotOf(from)] = 0;
         for (uint64_t unit = 128; unit < end - begin; unit += 64) {
           for (int half = 0; half < 2; ++half) {
             const uint32_t code = codes[unit + 2 * lane + half];
             from += code & 15;
             to += code >> 4;
             if ((code & 15) != 0 && code >> 4 != 0) {
-              moved[to] = kept[from];
-              kept[from] = 0;
+              moved[SlotOf(to)] = kept[SlotOf(from)];
+              kept[SlotOf(from)] = 0;
             }
           }
         }

@@ -58,6 +58,14 @@ TEST(ThreeLayerTest, FragmentOrderOnKnownElements) {
   EXPECT_EQ(three_layer::MetadataOf(1, 0).word, 8);   // lane 4
 }
 
+TEST(ThreeLayerTest, CodeNumbersGoBankByBank) {
+  for (int64_t slot = 0; slot < three_layer::kTileSlots; ++slot) {
+    const int64_t number = three_layer::CodeNumber(slot);
+    EXPECT_EQ(three_layer::CodeNumber(number), slot);
+    EXPECT_EQ(number / 128, slot / 2 % 32);  // the word's bank
+  }
+}
+
 TEST(ThreeLayerTest, ComplementFormulaOfTheHeader) {
   for (const uint32_t p : {0u, 1u, 2u, 3u}) {
     for (uint32_t q = p + 1; q < 4; ++q) {
@@ -119,7 +127,8 @@ TEST(ThreeLayerTest, SkewedMasksFillSlotsToo) {
 
 // What the header promises a kernel: 32 threads of equal length, positions ascending over all of them.
 TEST(ThreeLayerTest, LongGapsTakeDummyCodes) {
-  // Two full groups at the far ends of a tile whose other groups are empty: W_r slots 0, 1 and 4094, 4095.
+  // Two full groups at the far ends of a tile whose other groups are empty: W_r slots 0, 1 and 4094, 4095, whose code
+  // numbers are 0, 64 and 4031, 4095.
   DenseMatrix w = *DenseMatrix::Create(DType::kF16, 64, 128);
   for (int c = 0; c < 4; ++c) {
     const auto value = static_cast<uint16_t>(0x3c00 + c);
@@ -130,10 +139,11 @@ TEST(ThreeLayerTest, LongGapsTakeDummyCodes) {
   const auto codes = layer.FindSection(three_layer::kCodes)->data.As<uint32_t>();
   // Four moves start four threads: no codes at all.
   ASSERT_EQ(codes.size(), 32u);
-  EXPECT_EQ(codes[0], 2u | 0u << 16);
-  EXPECT_EQ(codes[1], 3u | 1u << 16);
-  EXPECT_EQ(codes[2], 4u | 4094u << 16);
-  EXPECT_EQ(codes[3], 5u | 4095u << 16);
+  // Empty slots of W_t: all but 0, 1, 4094 and 4095. Numbers 1 to 4 are the slots 64, 128, 192 and 256.
+  EXPECT_EQ(codes[0], 1u | 0u << 16);
+  EXPECT_EQ(codes[1], 2u | 64u << 16);
+  EXPECT_EQ(codes[2], 3u | 4031u << 16);
+  EXPECT_EQ(codes[3], 4u | 4095u << 16);
   EXPECT_EQ(codes[4], three_layer::kNoMove);
   EXPECT_TRUE(testing::SameNonzeros(w.view(), Unpack(layer)->view()));
 }
