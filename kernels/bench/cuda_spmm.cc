@@ -277,6 +277,11 @@ class Bench {
         contenders.push_back({std::string(Name(format)), name, &resident, kernel, call, nullptr, 0, {}});
         contenders.push_back({std::string(Name(format)), name + "+chain", &resident, kernel, call, nullptr, 0, {}});
         contenders.back().call.flags |= SPMMD_CUDA_FLAG_CHAIN;
+        for (int variant = 1; variant <= options_.variants; ++variant) {
+          contenders.push_back(
+              {std::string(Name(format)), absl::StrCat(name, "#", variant), &resident, kernel, call, nullptr, 0, {}});
+          contenders.back().call.flags |= static_cast<uint32_t>(variant) << SPMMD_CUDA_FLAG_VARIANT_SHIFT;
+        }
       }
     }
     // The largest workspace first: a graph keeps the pointer it was recorded with.

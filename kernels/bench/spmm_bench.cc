@@ -54,6 +54,7 @@ absl::Status Complete(Flags& flags) {
   BenchOptions& bench = flags.bench;
   bench.dtype = flags.dtype == "fp16" ? DType::kF16 : flags.dtype == "bf16" ? DType::kBf16 : DType::kF32;
   bench.mask.sigma = flags.mask == "skewed" ? flags.skew_sigma : 0.0;
+  bench.mask.two_four = flags.mask == "2:4";
   for (const std::string& text : flags.shapes) {
     absl::StatusOr<std::pair<int64_t, int64_t>> shape = ParseShape(text);
     if (!shape.ok()) return shape.status();
@@ -97,8 +98,8 @@ int Main(int argc, char** argv) {
   app.add_option("--dtype", flags.dtype, "stored weights: fp16, bf16 or fp32")
       ->check(CLI::IsMember({"fp16", "bf16", "fp32"}))
       ->capture_default_str();
-  app.add_option("--mask", flags.mask, "uniform, or skewed: log-normal column scales in the pruning score")
-      ->check(CLI::IsMember({"uniform", "skewed"}))
+  app.add_option("--mask", flags.mask, "uniform, skewed (log-normal column scales in the pruning score) or 2:4")
+      ->check(CLI::IsMember({"uniform", "skewed", "2:4"}))
       ->capture_default_str();
   app.add_option("--skew-sigma", flags.skew_sigma, "sigma of --mask=skewed")
       ->check(CLI::Range(0.0, 4.0))
@@ -124,6 +125,9 @@ int Main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--calls", flags.bench.calls, "timed calls a turn")
       ->check(CLI::Range(1, 10000))
+      ->capture_default_str();
+  app.add_option("--variants", flags.bench.variants, "cuda: also this many internal variants of each kernel")
+      ->check(CLI::Range(0, 14))
       ->capture_default_str();
   app.add_option("--threads", flags.threads, "our threads, 0 for all cores (OpenBLAS has OPENBLAS_NUM_THREADS)")
       ->check(CLI::Range(0, 4096))

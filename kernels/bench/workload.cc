@@ -7,6 +7,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/dense_rows.h"
+#include "kernels/format/prune.h"
 
 namespace spmmd::bench {
 namespace {
@@ -66,7 +67,7 @@ absl::StatusOr<DenseMatrix> RandomWeights(DType dtype, int64_t m, int64_t k, dou
   }
   SPMMD_ASSIGN_OR_RETURN(DenseMatrix weights, DenseMatrix::Create(dtype, m, k));
   const std::vector<float> scales = ColumnScales(k, mask.sigma, seed);
-  const float threshold = sparsity >= 1 ? HUGE_VALF : Threshold(scales, sparsity, seed);
+  const float threshold = mask.two_four ? -1.0f : sparsity >= 1 ? HUGE_VALF : Threshold(scales, sparsity, seed);
   const float deviation = 1.0f / std::sqrt(static_cast<float>(k));
   const MutableDenseView view = weights.mutable_view();
   DefaultThreadPool().ParallelFor(m, [&](int64_t r, int /*worker*/) {
@@ -78,6 +79,7 @@ absl::StatusOr<DenseMatrix> RandomWeights(DType dtype, int64_t m, int64_t k, dou
     }
     NarrowRow(row.data(), dtype, view.row(r), k);
   });
+  if (mask.two_four) SPMMD_RETURN_IF_ERROR(PruneNm(view, 2, 4));
   return weights;
 }
 

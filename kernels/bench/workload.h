@@ -14,6 +14,8 @@ struct Mask {
   // Standard deviation of the logarithm of a column's scale in the pruning score |w| * scale (as Wanda's activation
   // norms give it): 0 for a uniform mask; 0.5 to 1 make columns of very different density.
   double sigma = 0;
+  // 2:4 instead: the two largest of every four neighbours along K stay, whatever the sparsity asked for.
+  bool two_four = false;
 };
 
 // [m, k] weights of which a share `sparsity` is zero (to within sampling error). Same seed, same weights, whatever the
