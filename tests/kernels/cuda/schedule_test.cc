@@ -12,6 +12,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/slab_schedule.h"
+#include "kernels/cuda/three_layer_schedule.h"
 #include "kernels/cuda/tile_schedule.h"
 #include "kernels/format/bitmap_gpu_layout.h"
 
@@ -201,6 +202,71 @@ TEST(SlabSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
                                         << problem.stage_bytes);
       CheckSlab(problem, tiles);
       if (::testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+void CheckThreeLayer(const three_layer_plan::Plan &plan) {
+  std::vector<int> visits(static_cast<size_t>(plan.units()));
+  std::map<int, std::set<int>> partials;  // block -> partial sums written
+  std::map<int, int> whole;               // block -> CTAs that store it themselves
+  ASSERT_EQ(plan.Begin(0), 0);
+  ASSERT_EQ(plan.Begin(plan.ctas), plan.units());
+  for (int cta = 0; cta < plan.ctas; ++cta) {
+    ASSERT_LT(plan.Begin(cta), plan.Begin(cta + 1));
+    std::set<int> own;
+    for (int unit = plan.Begin(cta); unit < plan.Begin(cta + 1);) {
+      const int block = unit / plan.col_tiles;
+      const int end = std::min(plan.Begin(cta + 1), (block + 1) * plan.col_tiles);
+      const bool is_whole = end - unit == plan.col_tiles;
+      for (; unit < end; ++unit) {
+        ++visits[static_cast<size_t>(unit)];
+        ASSERT_EQ(plan.Owner(unit), cta);
+      }
+      if (is_whole) {
+        ++whole[block];
+        continue;
+      }
+      const int partial = plan.Partial(cta, block);
+      ASSERT_GE(partial, cta * three_layer_plan::kPartialsPerCta);
+      ASSERT_LT(partial, (cta + 1) * three_layer_plan::kPartialsPerCta);
+      ASSERT_TRUE(own.insert(partial).second) << "two segments in one place";
+      partials[block].insert(partial);
+    }
+  }
+  EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+  for (int block = 0; block < plan.blocks(); ++block) {
+    const IntPair owners = plan.Owners(block);
+    if (owners.x == owners.y) {
+      EXPECT_EQ(whole[block], 1);
+      continue;
+    }
+    EXPECT_EQ(whole[block], 0);
+    std::set<int> added;
+    for (int cta = owners.x; cta <= owners.y; ++cta) added.insert(plan.Partial(cta, block));
+    EXPECT_EQ(added, partials[block]);
+  }
+}
+
+TEST(ThreeLayerSchedule, MultipliesEveryTileOnceAndAddsEveryPartOnce) {
+  std::mt19937 rng(11);
+  for (int round = 0; round < 200; ++round) {
+    const int multiprocessors = round % 3 == 0 ? 132 : static_cast<int>(rng() % 140 + 1);
+    const int64_t row_tiles = static_cast<int64_t>(rng() % (round % 2 == 0 ? 20 : 600) + 1);
+    const int64_t col_tiles = static_cast<int64_t>(rng() % 120 + 1);
+    for (const int tokens : {8, 16, 32, 64}) {
+      for (const bool surplus : {false, true}) {
+        const three_layer_plan::Plan plan =
+            three_layer_plan::MakePlan(multiprocessors, kSharedBytes, row_tiles, col_tiles, tokens,
+                                       surplus ? static_cast<int64_t>(rng() % 80) * 64 : 0, surplus,
+                                       tokens == 64 ? 7 : 11, static_cast<int>(rng() % 9));
+        SCOPED_TRACE(::testing::Message() << row_tiles << " x " << col_tiles << " tiles, tokens " << tokens << ", "
+                                          << multiprocessors << " SMs, warps " << plan.warps);
+        ASSERT_LE(three_layer_plan::SharedBytes(plan, tokens), kSharedBytes);
+        ASSERT_LE(plan.ctas, multiprocessors);
+        CheckThreeLayer(plan);
+        if (::testing::Test::HasFailure()) return;
+      }
     }
   }
 }
