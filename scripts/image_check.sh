@@ -9,6 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Mounts of this script are its own and go with it.
+if [ "${SPMMD_IMAGE_CHECK:-}" != inside ]; then SPMMD_IMAGE_CHECK=inside exec unshare --mount "$PWD/scripts/image_check.sh" "$@"; fi
+
 target=${1:-cpu}
 work=${WORK:-/tmp/spmmd-image}
 base=docker.io/library/debian:bookworm-slim
@@ -31,40 +34,48 @@ fi
 
 context=$(mktemp -d "$work/context.XXXXXX")
 container=
-root=
 server=
 cleanup() {
-  if [ -n "$server" ]; then kill "$server" 2>/dev/null || true; fi
-  if [ -n "$root" ]; then umount "$work/view/tmp" "$work/view" 2>/dev/null || true; fi
+  if [ -n "$server" ]; then
+    kill "$server" 2>/dev/null || true
+    wait "$server" || true
+  fi
   if [ -n "$container" ]; then store rm "$container" >/dev/null || true; fi
   rm -rf "$context"
 }
 trap cleanup EXIT
 git archive HEAD | tar -x -C "$context"
 revision=$(git rev-parse --short HEAD)
-store bud --layers --format docker --isolation chroot --pull-never -f "$context/docker/Dockerfile" --target "$target" \
+# pip in the build stage trusts whom this machine trusts.
+trust=()
+for path in /etc/ssl/certs /etc/pip.conf; do
+  if [ -e "$path" ]; then trust+=(-v "$path:$path:ro"); fi
+done
+store bud "${trust[@]}" --layers --format docker --isolation chroot --pull-never -f "$context/docker/Dockerfile" --target "$target" \
   --build-arg "REVISION=$revision" -t "$image" "$context" >"$work/build.log" 2>&1 || { tail -n 30 "$work/build.log"; exit 1; }
 
 container=$(store from --pull-never "$image")
 root=$(store mount "$container")
 echo "image: $(du -sm "$root" | cut -f1) MB, $(find "$root" -type f | wc -l) files; shells: $(find "$root" -name '*sh' -type f -perm /111 | wc -l)"
-store inspect --type image --format 'image: user {{.Docker.Config.User}}, entrypoint {{.Docker.Config.Entrypoint}}, command {{.Docker.Config.Cmd}}, health check {{.Docker.Config.Healthcheck.Test}}' "$image"
+store inspect --type image --format 'image: user {{.Docker.Config.User}}, entrypoint {{.Docker.Config.Entrypoint}}, command {{.Docker.Config.Cmd}}, health check {{.Docker.Config.Healthcheck.Test}}{{println}}' "$image"
 
 # The root as a container engine would give it: read-only, /tmp in memory, uid 65532.
 mkdir -p "$work/view"
 mount --bind "$root" "$work/view"
 mount -o remount,bind,ro "$work/view"
+mount --bind /proc "$work/view/proc"  # the loader finds $ORIGIN through it
 mount -t tmpfs -o size=64m,mode=1777 tmpfs "$work/view/tmp"
 in_image() { chroot --userspec=65532:65532 --groups= "$work/view" "$@"; }
-cp tests/data/minilm-block0/block.safetensors "$work/view/tmp/"
+install -m 644 tests/data/minilm-block0/block.safetensors "$work/view/tmp/"
 in_image /opt/spmmd/bin/spmmd --version
-in_image /opt/spmmd/bin/spmmd --config=/etc/spmmd/spmmd.textproto >"$work/ready" 2>"$work/server.log" &
+chroot --userspec=65532:65532 --groups= "$work/view" /opt/spmmd/bin/spmmd --config=/etc/spmmd/spmmd.textproto \
+  >"$work/ready" 2>"$work/server.log" &
 server=$!
 for _ in $(seq 100); do
   if [ -s "$work/ready" ]; then break; fi
   sleep 0.1
 done
-cat "$work/ready"
+grep '^spmmd ready' "$work/ready" || { cat "$work/server.log" >&2; exit 1; }
 echo "health check: $(in_image /opt/spmmd/bin/spmmd --health-check=127.0.0.1:8501)"
 in_image /opt/spmmd/bin/spmmctl --server=127.0.0.1:8500 register q --file /tmp/block.safetensors:q.weight --prune magnitude:0.5
 in_image /opt/spmmd/bin/spmmctl --server=127.0.0.1:8500 run q --input /tmp/block.safetensors:qkv.input --output /tmp/y.npy
