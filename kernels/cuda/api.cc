@@ -8,6 +8,7 @@
 #include <new>
 #include <string>
 
+#include "kernels/cuda/bitmap_gpu_pack.h"
 #include "kernels/cuda/dense_cublaslt.h"
 #include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/internal.h"
@@ -367,6 +368,16 @@ spmmd_cuda_status spmmd_cuda_layer_upload(spmmd_cuda_device* device, const spmmd
     }
     SPMMD_CUDA_TRY(spmmd::cuda::CheckDesc(*desc));
     return spmmd::cuda::UploadLayer(device, *desc, *hooks, layer);
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* device, const spmmd_cuda_dense_weights* weights,
+                                             spmmd_cuda_stream stream, spmmd_cuda_packed_info* info,
+                                             spmmd_cuda_layer** layer) {
+  return OnDevice(device, [&]() -> Status {
+    if (weights == nullptr || layer == nullptr) return InvalidArgument("weights or layer: null");
+    if (weights->data == nullptr) return InvalidArgument("data: null");
+    return spmmd::cuda::PackBitmapGpu(device, *weights, Stream(stream), info, layer);
   });
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/cuda/column_piece_spmspv.h"
 #include "kernels/cuda/rlc_csc_spmspv.h"
 #include "kernels/cuda/row_stream_spmv.h"
+#include "kernels/cuda/three_layer_spmm.h"
 
 namespace spmmd::cuda {
 namespace {
@@ -15,13 +16,13 @@ namespace {
 // Order is the kernel's number in the ABI of one build; callers find kernels by name.
 const Kernel* const kKernels[] = {
     &kDenseCublasLt, &kSpmmTile, &kSpmmSlab, &kRowStreamSpmv, &kColumnPieceSpmspv, &kColumnPieceSpmspvIndexed,
-    &kRlcCscSpmspv,
+    &kRlcCscSpmspv,   &kThreeLayerSpmm,
 };
 
 const FormatHooks kFormats[] = {
     {kFormatDense, ValidateDense},         {kFormatBitmapGpu, ValidateBitmapGpu},
     {kFormatRowStream, ValidateRowStream}, {kFormatColumnPiece, ValidateColumnPiece},
-    {kFormatRlcCsc, ValidateRlcCsc},
+    {kFormatRlcCsc, ValidateRlcCsc},       {kFormatThreeLayer, ValidateThreeLayer},
 };
 
 bool IsDtype(int32_t dtype) { return dtype >= kF16 && dtype <= kF32; }

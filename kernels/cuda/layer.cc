@@ -4,6 +4,8 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/cuda/internal.h"
 
@@ -74,10 +76,8 @@ uint64_t DeviceBytes(const LayerDesc& desc) {
   return bytes;
 }
 
-Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const FormatHooks& hooks, spmmd_cuda_layer** out) {
-  SPMMD_CUDA_TRY(hooks.validate(desc));
-  const ScopedDevice scope(device->index);
-  SPMMD_CUDA_TRY(scope.status());
+Status AllocateLayer(spmmd_cuda_device* device, const LayerDesc& desc,
+                     const std::vector<std::pair<uint32_t, uint64_t>>& sections, spmmd_cuda_layer** out) {
   auto layer = std::make_unique<spmmd_cuda_layer>();
   layer->device = device;
   layer->format = desc.format;
@@ -87,10 +87,8 @@ Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const Forma
   layer->nnz = desc.nnz;
   std::memcpy(layer->params, desc.params, sizeof(layer->params));
   uint64_t bytes = 0;
-  for (uint32_t i = 0; i < desc.num_sections; ++i) {
-    const spmmd_cuda_section& section = desc.sections[i];
-    const uint64_t size = SizeOnDevice(desc, section);
-    layer->sections.push_back({section.id, bytes, size});
+  for (const auto& [id, size] : sections) {
+    layer->sections.push_back({id, bytes, size});
     bytes += RoundUp(size, kSectionAlignment);
   }
   layer->block_bytes = bytes + kTailBytes;
@@ -99,8 +97,22 @@ Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const Forma
     return {status.code(),
             "layer needs " + std::to_string(layer->block_bytes) + " bytes of device memory: " + status.message()};
   }
+  *out = layer.release();
+  return {};
+}
+
+Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const FormatHooks& hooks, spmmd_cuda_layer** out) {
+  SPMMD_CUDA_TRY(hooks.validate(desc));
+  const ScopedDevice scope(device->index);
+  SPMMD_CUDA_TRY(scope.status());
+  std::vector<std::pair<uint32_t, uint64_t>> sizes;
+  for (uint32_t i = 0; i < desc.num_sections; ++i) {
+    sizes.emplace_back(desc.sections[i].id, SizeOnDevice(desc, desc.sections[i]));
+  }
+  spmmd_cuda_layer* layer = nullptr;
+  SPMMD_CUDA_TRY(AllocateLayer(device, desc, sizes, &layer));
   const auto fail = [&](Status status) {
-    cudaFree(layer->block);
+    FreeLayer(layer);
     return status;
   };
   if (Status status = FromCuda(cudaMemset(layer->block, 0, layer->block_bytes), "cudaMemset"); !status.ok()) {
@@ -117,7 +129,7 @@ Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const Forma
             : cudaMemcpy(to, section.data, section.size, cudaMemcpyHostToDevice);
     if (Status status = FromCuda(error, "cudaMemcpy of a section"); !status.ok()) return fail(std::move(status));
   }
-  *out = layer.release();
+  *out = layer;
   return {};
 }
 

@@ -2,6 +2,10 @@
 #ifndef SPMMD_KERNELS_CUDA_LAYER_H_
 #define SPMMD_KERNELS_CUDA_LAYER_H_
 
+#include <cstdint>
+#include <utility>
+#include <vector>
+
 #include "kernels/cuda/internal.h"
 
 namespace spmmd::cuda {
@@ -9,6 +13,9 @@ namespace spmmd::cuda {
 // What every format may assume: shapes and dtype in range, section pointers present, ids unique.
 Status CheckDesc(const LayerDesc& desc);
 uint64_t DeviceBytes(const LayerDesc& desc);
+// A layer with room for the sections (id, bytes on the device), not yet filled; desc.sections is not read.
+Status AllocateLayer(spmmd_cuda_device* device, const LayerDesc& desc,
+                     const std::vector<std::pair<uint32_t, uint64_t>>& sections, spmmd_cuda_layer** out);
 // `desc` has passed CheckDesc.
 Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const FormatHooks& hooks, spmmd_cuda_layer** out);
 Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out);

@@ -166,6 +166,31 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_upload(spmmd_cuda_device* devi
                                                          spmmd_cuda_layer** layer);
 /* A second copy of a resident layer on the same device (benchmarks rotate copies so that L2 holds none). */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_clone(const spmmd_cuda_layer* layer, spmmd_cuda_layer** copy);
+/* A dense matrix [m, k] in device memory. */
+typedef struct {
+  const void* data;
+  int64_t m;
+  int64_t k;
+  int64_t row_stride; /* elements, >= k; any alignment of the element type */
+  int32_t dtype;      /* fp16 or bf16 */
+  int32_t chunk_cols; /* of BITMAP_GPU: 128 or 256 */
+  int32_t allow_nonfinite;
+  int32_t reserved;
+} spmmd_cuda_dense_weights;
+/* What packing on the device came to. */
+typedef struct {
+  int64_t nnz;
+  int64_t max_chunk_bytes; /* PackedLayer::params[1] */
+  uint64_t chunk_bytes;    /* of section 1 */
+  uint64_t offset_bytes;   /* of section 2 */
+} spmmd_cuda_packed_info;
+/* Packs a matrix into a resident BITMAP_GPU layer whose sections are, byte for byte, what the CPU packer makes of it.
+ * Allocates, synchronises `stream` and returns once the layer is ready; `data` may be freed then. INVALID_ARGUMENT names
+ * the field, or how many weights are NaN or infinite when those are not allowed. `info` may be null. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* device,
+                                                            const spmmd_cuda_dense_weights* weights,
+                                                            spmmd_cuda_stream stream, spmmd_cuda_packed_info* info,
+                                                            spmmd_cuda_layer** layer);
 /* The packed bytes of one section as they were uploaded, back to host memory; `bytes` is the section's size. NOT_FOUND
  * when the layer has no such section. Returns once the copy is done. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_read(const spmmd_cuda_layer* layer, uint32_t section, void* to,

@@ -53,6 +53,7 @@ namespace spmmd {
   X(layer_device_bytes)         \
   X(layer_upload)               \
   X(layer_clone)                \
+  X(pack_bitmap_gpu)            \
   X(layer_read)                 \
   X(layer_free)                 \
   X(kernel_count)               \
