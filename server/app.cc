@@ -95,6 +95,7 @@ absl::Status App::Init() {
     auth_ = *std::move(auth);
     const bool plain_tcp = options_.tls_cert.empty() && !std::ranges::all_of(options_.listen, IsUnix);
     if (plain_tcp) LogWarning("tokens travel in the clear: --auth-token-file without --tls-cert");
+  rpc_.limits.upload_idle_timeout = options_.upload_idle_timeout;
   }
   blocking_ = std::make_unique<BlockingRunner>();
   rpc_.engine = engine_.get();

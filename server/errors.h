@@ -40,6 +40,7 @@ inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";        // with Ret
 inline constexpr absl::string_view kQueueBytes = "QUEUE_BYTES";      // with RetryInfo
 inline constexpr absl::string_view kTooLarge = "TOO_LARGE";          // metadata: needed, limit
 inline constexpr absl::string_view kTruncatedUpload = "TRUNCATED_UPLOAD";
+inline constexpr absl::string_view kUploadIdle = "UPLOAD_IDLE";  // metadata: timeout_seconds
 inline constexpr absl::string_view kContentHashMismatch = "CONTENT_HASH_MISMATCH";
 inline constexpr absl::string_view kContentSourceLost = "CONTENT_SOURCE_LOST";
 inline constexpr absl::string_view kCorruptFile = "CORRUPT_FILE";

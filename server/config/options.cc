@@ -207,6 +207,7 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.auth_token_file = config.auth_token_file();
   SPMMD_RETURN_IF_ERROR(CheckSecurity(options));
 
+  options.upload_idle_timeout = *ParseDurationText(config.upload_idle_timeout());
   options.log_level = config.log_level();
   options.log_format = config.log_format();
 

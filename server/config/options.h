@@ -47,6 +47,7 @@ struct Options {
   int max_stream_in_flight = 0;
   int max_programs = 0;
   int max_concurrent_streams = 0;
+  absl::Duration upload_idle_timeout;  // zero: none
 
   absl::Duration keepalive_time;  // zero: no pings
   absl::Duration keepalive_timeout;

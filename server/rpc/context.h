@@ -9,6 +9,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "server/catalog/catalog.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
@@ -27,6 +28,8 @@ class DrainableCall {
 struct RpcLimits {
   uint64_t max_message_bytes = uint64_t{64} << 20;
   int max_uploads = 16;
+  // How long a registration waits for its client's next message; zero waits for ever.
+  absl::Duration upload_idle_timeout = absl::Seconds(60);
   int max_stream_in_flight = 64;
   // Unregister, Pin, Warm and Benchmark calls that may block at once.
   int max_blocking_calls = 64;

@@ -3,11 +3,13 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
@@ -15,6 +17,7 @@
 #include "server/catalog/catalog.h"
 #include "server/errors.h"
 #include "server/pb.h"
+#include "server/rpc/idle_timer.h"
 #include "server/rpc/unary_call.h"
 #include "spmm/v1/layer_catalog.pb.h"
 
@@ -29,7 +32,7 @@ constexpr absl::Duration kCancelGrace = absl::Milliseconds(10);
 class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
   RegisterLayerCall(RpcContext& rpc, const Method& method, grpc::CallbackServerContext* context)
-      : scope_(rpc, method, context) {
+      : scope_(rpc, method, context), idle_(rpc.limits.upload_idle_timeout, [this] { OnIdle(); }) {
     const int uploads = rpc.uploads.fetch_add(1, std::memory_order_relaxed);
     if (absl::Status status = scope_.Admit(); !status.ok()) {
       End(std::move(status));
@@ -37,11 +40,12 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
       End(Exhausted("TOO_MANY_UPLOADS", "all " + std::to_string(rpc.limits.max_uploads) + " uploads are in use",
                     absl::Seconds(1)));
     } else {
-      StartRead(&in_);
+      Read();
     }
   }
 
   void OnReadDone(bool ok) override {
+    if (!idle_.Stop()) return;  // too late: the call is being ended
     if (upload_ == nullptr) {
       OnSpec(ok);
     } else if (ok) {
@@ -78,6 +82,26 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
  private:
   ~RegisterLayerCall() override = default;
 
+  void Read() {
+    idle_.Start();
+    StartRead(&in_);
+  }
+
+  // The next step after a read that did not end. Whoever stalls must not hold memory and a place that others wait for.
+  void OnIdle() {
+    scope_.rpc().blocking->Run([this] {
+      const absl::Duration timeout = scope_.rpc().limits.upload_idle_timeout;
+      std::string message = absl::StrCat(upload_ == nullptr ? "payload" : "chunk", ": no message for ",
+                                         absl::FormatDuration(timeout), " (--upload-idle-timeout)");
+      if (upload_ != nullptr) {
+        absl::StrAppend(&message, ", with ", upload_->received_bytes(), " of ", upload_->accepted().content_bytes(),
+                        " bytes of content received");
+      }
+      End(MakeError(absl::StatusCode::kDeadlineExceeded, reason::kUploadIdle, message,
+                    {{"timeout_seconds", absl::StrCat(absl::ToDoubleSeconds(timeout))}}));
+    });
+  }
+
   void OnSpec(bool ok) {
     if (!ok) {
       End(FieldError("payload", "the stream ended before its first message, the spec"));
@@ -112,7 +136,7 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     response_.mutable_accepted()->CopyFrom(accepted);
     TryWrite();
     if (accepted.content_needed()) {
-      StartRead(&in_);
+      Read();
     } else {
       FinishUpload();
     }
@@ -130,7 +154,7 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     }
     // On until the caller half-closes, also when everything is there: what still follows has no place in this shape.
     SendProgress(pb::LAYER_STATE_UPLOADING);
-    StartRead(&in_);
+    Read();
   }
 
   void RunFinish() {
@@ -225,6 +249,7 @@ class RegisterLayerCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   }
 
   CallScope scope_;
+  IdleTimer idle_;  // runs while a read is under way
   grpc::ByteBuffer in_;
   grpc::ByteBuffer out_;
   pb::RegisterLayerRequest request_;

@@ -68,6 +68,7 @@ TEST_F(OptionsTest, DefaultsAreTheContract) {
   EXPECT_EQ(options.max_queue_delay, absl::ZeroDuration());
   EXPECT_EQ(options.max_message_bytes, 64u << 20);
   EXPECT_EQ(options.max_chunk_bytes, 4u << 20);
+  EXPECT_EQ(options.upload_idle_timeout, absl::Seconds(60));
   EXPECT_TRUE(options.reflection);
   EXPECT_FALSE(options.channelz);
   EXPECT_TRUE(options.layers.empty());

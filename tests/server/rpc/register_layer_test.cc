@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "tests/server/testing/server_harness.h"
 
@@ -322,6 +324,89 @@ TEST_F(RegisterLayerTest, UploadsAtOnceAreBounded) {
     stream->Finish();
   }
   EXPECT_TRUE(TestServer::Eventually([&] { return server.Register("third", layer).ok(); }));
+}
+
+// Short for a test, and long beside what a busy machine takes between two messages.
+constexpr absl::Duration kShortIdle = absl::Milliseconds(400);
+
+TEST(StalledUploadTest, LosesItsCallItsPlaceAndItsMemory) {
+  TestServer server([](Options* options) {
+    options->max_uploads = 2;
+    options->upload_idle_timeout = kShortIdle;
+  });
+  const TestLayer layer = TestLayer::Random(256, 256, 4);
+  // One that never sends its spec, one that stops in the middle of its content.
+  grpc::ClientContext silent_context;
+  auto silent = server.catalog().RegisterLayer(&silent_context);
+  grpc::ClientContext context;
+  auto stream = server.catalog().RegisterLayer(&context);
+  pb::RegisterLayerRequest request;
+  *request.mutable_spec() = DenseSpec("stalled", 256, 256);
+  ASSERT_TRUE(stream->Write(request));
+  pb::RegisterLayerResponse response;
+  ASSERT_TRUE(stream->Read(&response));
+  *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, 0, layer.Bytes().substr(0, 1000));
+  ASSERT_TRUE(stream->Write(request));
+  while (stream->Read(&response)) {
+  }
+  const Failure failure = Explain(stream->Finish());
+  EXPECT_EQ(failure.code, grpc::StatusCode::DEADLINE_EXCEEDED) << failure.message;
+  EXPECT_EQ(failure.reason, "UPLOAD_IDLE");
+  EXPECT_THAT(failure.message, HasSubstr("chunk: no message for 400ms"));
+  EXPECT_THAT(failure.message, HasSubstr("1000 of 262144 bytes"));
+  while (silent->Read(&response)) {
+  }
+  const Failure silence = Explain(silent->Finish());
+  EXPECT_EQ(silence.code, grpc::StatusCode::DEADLINE_EXCEEDED) << silence.message;
+  EXPECT_THAT(silence.message, HasSubstr("payload: no message for 400ms"));
+  EXPECT_TRUE(TestServer::Eventually([&] { return server.Metric("spmmd_requests_running{") == 0; }));
+  EXPECT_TRUE(TestServer::Eventually([&] { return server.Metric("spmmd_upload_bytes") == 0; }));
+  EXPECT_TRUE(server.Register("stalled", layer).ok());
+}
+
+TEST(StalledUploadTest, ReleasesThoseWhoWaitForTheSameContent) {
+  TestServer server([](Options* options) { options->upload_idle_timeout = kShortIdle; });
+  const TestLayer layer = TestLayer::Random(64, 64, 4);
+  pb::LayerSpec spec = DenseSpec("leader", 64, 64);
+  spec.set_content_xxh3(std::string(32, 'a'));
+  grpc::ClientContext context;
+  auto leader = server.catalog().RegisterLayer(&context);
+  pb::RegisterLayerRequest request;
+  *request.mutable_spec() = spec;
+  ASSERT_TRUE(leader->Write(request));
+  pb::RegisterLayerResponse response;
+  ASSERT_TRUE(leader->Read(&response));
+  ASSERT_TRUE(response.accepted().content_needed());
+  spec.set_name("joiner");
+  const Failure joined = Explain(server.Register(spec, {}));
+  EXPECT_EQ(joined.code, grpc::StatusCode::ABORTED) << joined.message;
+  EXPECT_EQ(joined.reason, "CONTENT_SOURCE_LOST");
+  while (leader->Read(&response)) {
+  }
+  EXPECT_EQ(leader->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+}
+
+TEST(StalledUploadTest, ASlowButSteadyUploadGoesThrough) {
+  TestServer server([](Options* options) { options->upload_idle_timeout = kShortIdle; });
+  const TestLayer layer = TestLayer::Random(16, 16, 4);
+  const std::string bytes = layer.Bytes();
+  grpc::ClientContext context;
+  auto stream = server.catalog().RegisterLayer(&context);
+  pb::RegisterLayerRequest request;
+  *request.mutable_spec() = DenseSpec("slow", 16, 16);
+  ASSERT_TRUE(stream->Write(request));
+  // Twice the timeout in all.
+  for (size_t i = 0; i < 16; ++i) {
+    absl::SleepFor(kShortIdle / 8);
+    *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, 64 * i, bytes.substr(64 * i, 64));
+    ASSERT_TRUE(stream->Write(request));
+  }
+  stream->WritesDone();
+  pb::RegisterLayerResponse response;
+  while (stream->Read(&response) && !response.has_layer()) {
+  }
+  EXPECT_TRUE(response.has_layer());
+  EXPECT_TRUE(stream->Finish().ok());
 }
 
 TEST_F(RegisterLayerTest, IdenticalRegistrationsAtOnceAllSucceed) {
