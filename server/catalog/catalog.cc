@@ -1,7 +1,5 @@
 #include "server/catalog/catalog.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -14,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
 #include "server/catalog/spec.h"
+#include "server/device/host_memory.h"
 #include "server/errors.h"
 
 namespace spmmd::server {
@@ -27,7 +26,7 @@ constexpr absl::Duration kCancelPoll = absl::Milliseconds(20);
 
 uint64_t UploadLimit(const LayerCatalog::Options& options) {
   if (options.upload_limit_bytes != 0) return options.upload_limit_bytes;
-  return static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE)) / 4;
+  return UsableMemory() / 4;
 }
 
 // A page token says after which layer to go on: names are unique, versions fall within a name.

@@ -40,7 +40,7 @@ class LayerCatalog {
   struct Options {
     // Root of file sources; empty refuses them (FAILED_PRECONDITION).
     std::string model_repository;
-    // Host memory for all registrations in progress together; 0 takes a quarter of the physical memory.
+    // Host memory for all registrations in progress together; 0 takes a quarter of what the process may use.
     uint64_t upload_limit_bytes = 0;
     // Largest ContentChunk.data.
     uint64_t max_chunk_bytes = uint64_t{4} * 1024 * 1024;

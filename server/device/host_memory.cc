@@ -1,0 +1,54 @@
+#include "server/device/host_memory.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
+namespace spmmd::server {
+namespace {
+
+// The number in a file; none ("max", or no file) is no limit.
+uint64_t ReadLimit(const std::string& file) {
+  uint64_t limit = 0;
+  std::ifstream in(file);
+  return in >> limit && limit > 0 ? limit : std::numeric_limits<uint64_t>::max();
+}
+
+}  // namespace
+
+uint64_t CgroupMemoryLimit(const std::string& root, const std::string& membership) {
+  uint64_t limit = std::numeric_limits<uint64_t>::max();
+  const auto look = [&limit](const std::string& hierarchy, std::string group, const char* file) {
+    // In a container the path may be the host's, which is not there: its own group is then mounted at the root.
+    for (;; group.erase(group.rfind('/'))) {
+      limit = std::min(limit, ReadLimit(absl::StrCat(hierarchy, group, "/", file)));
+      if (group.rfind('/') == std::string::npos) break;
+    }
+  };
+  std::ifstream lines(membership);
+  for (std::string line; std::getline(lines, line);) {
+    // hierarchy-id:controllers:/path
+    const std::vector<std::string> fields = absl::StrSplit(line, absl::MaxSplits(':', 2));
+    if (fields.size() != 3) continue;
+    const std::string group = fields[2] == "/" ? "" : fields[2];
+    if (fields[0] == "0" && fields[1].empty()) look(root, group, "memory.max");
+    for (const absl::string_view controller : absl::StrSplit(fields[1], ',')) {
+      if (controller == "memory") look(absl::StrCat(root, "/memory"), group, "memory.limit_in_bytes");
+    }
+  }
+  return limit;
+}
+
+uint64_t UsableMemory() {
+  const uint64_t physical =
+      static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return std::min(physical, CgroupMemoryLimit("/sys/fs/cgroup", "/proc/self/cgroup"));
+}
+
+}  // namespace spmmd::server
