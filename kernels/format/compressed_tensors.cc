@@ -53,48 +53,78 @@ absl::Status CheckRowOffsets(const SafetensorsTensor& offsets, absl::string_view
   return absl::OkStatus();
 }
 
-absl::StatusOr<DenseMatrix> ReadBitmaskForm(SafetensorsCheckpoint* checkpoint, absl::string_view prefix) {
+// The parts of a bitmask form that say what it is.
+struct BitmaskForm {
+  int64_t m = 0;
+  int64_t k = 0;
+  SafetensorsTensor values;
+};
+
+absl::StatusOr<BitmaskForm> FindBitmaskForm(SafetensorsCheckpoint* checkpoint, absl::string_view prefix) {
   const std::string shape_name = absl::StrCat(prefix, ".shape");
-  const std::string values_name = absl::StrCat(prefix, ".compressed");
-  const std::string bitmask_name = absl::StrCat(prefix, ".bitmask");
-  const std::string offsets_name = absl::StrCat(prefix, ".row_offsets");
+  BitmaskForm form;
   SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor shape, checkpoint->Find(shape_name));
-  SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor values, checkpoint->Find(values_name));
-  SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor bitmask, checkpoint->Find(bitmask_name));
+  SPMMD_ASSIGN_OR_RETURN(form.values, checkpoint->Find(absl::StrCat(prefix, ".compressed")));
   if (shape.dtype != "I64" || shape.data.size() != 2 * sizeof(int64_t)) {
     return InvalidPart(shape_name, "is not two int64");
   }
-  const int64_t m = LoadInt64(shape, 0);
-  const int64_t k = LoadInt64(shape, 1);
-  if (absl::Status status = CheckShape(m, k); !status.ok()) return InvalidPart(shape_name, status.message());
-  DType dtype = DType::kF16;
-  if (values.dtype == "BF16") {
-    dtype = DType::kBf16;
-  } else if (values.dtype == "F32") {
-    dtype = DType::kF32;
-  } else if (values.dtype != "F16") {
-    return InvalidPart(values_name, absl::StrCat("dtype ", values.dtype, " is not supported: F16, BF16 and F32 are"));
+  form.m = LoadInt64(shape, 0);
+  form.k = LoadInt64(shape, 1);
+  if (absl::Status status = CheckShape(form.m, form.k); !status.ok()) {
+    return InvalidPart(shape_name, status.message());
   }
-  if (bitmask.dtype != "U8" || bitmask.data.size() != static_cast<size_t>(m) * static_cast<size_t>((k + 7) / 8)) {
-    return InvalidPart(bitmask_name, absl::StrCat("is not uint8 [", m, ", ", (k + 7) / 8, "]"));
+  return form;
+}
+
+absl::StatusOr<DenseMatrix> ReadBitmaskForm(SafetensorsCheckpoint* checkpoint, absl::string_view prefix) {
+  const std::string values_name = absl::StrCat(prefix, ".compressed");
+  const std::string bitmask_name = absl::StrCat(prefix, ".bitmask");
+  const std::string offsets_name = absl::StrCat(prefix, ".row_offsets");
+  SPMMD_ASSIGN_OR_RETURN(const BitmaskForm form, FindBitmaskForm(checkpoint, prefix));
+  SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor bitmask, checkpoint->Find(bitmask_name));
+  DType dtype = DType::kF16;
+  if (form.values.dtype == "BF16") {
+    dtype = DType::kBf16;
+  } else if (form.values.dtype == "F32") {
+    dtype = DType::kF32;
+  } else if (form.values.dtype != "F16") {
+    return InvalidPart(values_name,
+                       absl::StrCat("dtype ", form.values.dtype, " is not supported: F16, BF16 and F32 are"));
+  }
+  const int64_t row_bytes = (form.k + 7) / 8;
+  if (bitmask.dtype != "U8" || bitmask.data.size() != static_cast<size_t>(form.m) * static_cast<size_t>(row_bytes)) {
+    return InvalidPart(bitmask_name, absl::StrCat("is not uint8 [", form.m, ", ", row_bytes, "]"));
   }
   if (checkpoint->Contains(offsets_name)) {
     SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor offsets, checkpoint->Find(offsets_name));
-    SPMMD_RETURN_IF_ERROR(CheckRowOffsets(offsets, offsets_name, m, k, bitmask));
+    SPMMD_RETURN_IF_ERROR(CheckRowOffsets(offsets, offsets_name, form.m, form.k, bitmask));
   }
-  absl::StatusOr<DenseMatrix> matrix = ImportRowBitmap(dtype, m, k, bitmask.data, values.data);
+  absl::StatusOr<DenseMatrix> matrix = ImportRowBitmap(dtype, form.m, form.k, bitmask.data, form.values.data);
   if (!matrix.ok()) return InvalidPart(prefix, matrix.status().message());
   return matrix;
 }
 
+// "P" when `name` is "P.weight", no tensor of that name is there and a bitmask form of P is; else empty.
+absl::string_view BitmaskPrefix(const SafetensorsCheckpoint& checkpoint, absl::string_view name) {
+  if (checkpoint.Contains(name) || !absl::EndsWith(name, kWeight)) return "";
+  const absl::string_view prefix = absl::StripSuffix(name, kWeight);
+  return HasBitmaskForm(checkpoint, prefix) ? prefix : "";
+}
+
 }  // namespace
 
-absl::StatusOr<DenseMatrix> ReadCheckpointWeight(SafetensorsCheckpoint* checkpoint, absl::string_view name) {
-  if (!checkpoint->Contains(name) && absl::EndsWith(name, kWeight)) {
-    const absl::string_view prefix = absl::StripSuffix(name, kWeight);
-    if (HasBitmaskForm(*checkpoint, prefix)) return ReadBitmaskForm(checkpoint, prefix);
+absl::StatusOr<WeightDescription> DescribeCheckpointWeight(SafetensorsCheckpoint* checkpoint, absl::string_view name) {
+  if (const absl::string_view prefix = BitmaskPrefix(*checkpoint, name); !prefix.empty()) {
+    SPMMD_ASSIGN_OR_RETURN(const BitmaskForm form, FindBitmaskForm(checkpoint, prefix));
+    return WeightDescription{form.values.dtype, {form.m, form.k}};
   }
-  return checkpoint->ReadMatrix(name);
+  SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor tensor, checkpoint->Find(name));
+  return WeightDescription{tensor.dtype, tensor.shape};
+}
+
+absl::StatusOr<DenseMatrix> ReadCheckpointWeight(SafetensorsCheckpoint* checkpoint, absl::string_view name) {
+  const absl::string_view prefix = BitmaskPrefix(*checkpoint, name);
+  return prefix.empty() ? checkpoint->ReadMatrix(name) : ReadBitmaskForm(checkpoint, prefix);
 }
 
 std::vector<std::string> CheckpointWeightNames(const SafetensorsCheckpoint& checkpoint) {

@@ -11,6 +11,7 @@
 #ifndef SPMMD_KERNELS_FORMAT_COMPRESSED_TENSORS_H_
 #define SPMMD_KERNELS_FORMAT_COMPRESSED_TENSORS_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,14 @@ namespace spmmd {
 // Errors as SafetensorsCheckpoint::ReadMatrix; INVALID_ARGUMENT naming the part when the parts disagree, and for
 // quantized values.
 absl::StatusOr<DenseMatrix> ReadCheckpointWeight(SafetensorsCheckpoint* checkpoint, absl::string_view name);
+
+// What ReadCheckpointWeight would read, without reading it: the element type as .safetensors spells it ("BF16"), and
+// the shape. The values are not checked.
+struct WeightDescription {
+  std::string dtype;
+  std::vector<int64_t> shape;
+};
+absl::StatusOr<WeightDescription> DescribeCheckpointWeight(SafetensorsCheckpoint* checkpoint, absl::string_view name);
 
 // Names that ReadCheckpointWeight may be asked for: every tensor that is no part of a bitmask form, and "P.weight" for
 // each of those. Ascending.

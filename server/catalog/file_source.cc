@@ -1,11 +1,15 @@
 #include "server/catalog/file_source.h"
 
+#include <filesystem>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/format/compressed_tensors.h"
 #include "kernels/format/file_io.h"
 #include "kernels/format/npy.h"
 #include "server/catalog/types.h"
@@ -13,14 +17,6 @@
 
 namespace spmmd::server {
 namespace {
-
-// Errors of the file readers name the path on this host; what is wrong is the caller's field.
-absl::Status AtFileField(absl::string_view field, const absl::Status& status) {
-  if (status.code() == absl::StatusCode::kNotFound) {
-    return MakeError(absl::StatusCode::kNotFound, reason::kFileNotFound, absl::StrCat(field, ": ", status.message()));
-  }
-  return AtField(field, status);
-}
 
 absl::Status CheckRelative(const std::string& path) {
   if (path.find('\0') != std::string::npos) return FieldError("spec.file.path", "has a NUL character");
@@ -59,7 +55,29 @@ std::optional<DType> SafetensorsType(absl::string_view name) {
   return std::nullopt;
 }
 
+// The directory in full, so that it is found in messages and nothing else is.
+absl::StatusOr<std::string> AbsoluteDirectory(const std::string& path) {
+  std::error_code error;
+  std::string absolute = std::filesystem::absolute(path, error).lexically_normal().string();
+  if (error) return absl::InternalError(absl::StrCat("model repository: ", error.message()));
+  while (absolute.size() > 1 && absolute.back() == '/') absolute.pop_back();
+  return absolute;
+}
+
 }  // namespace
+
+absl::Status FileSource::AtFileField(absl::string_view field, const absl::Status& status) const {
+  // The readers name files in full. A caller learns of them what he knows: where they are in the repository.
+  std::string message(status.message());
+  if (repository_ != "/") {
+    message =
+        absl::StrReplaceAll(message, {{absl::StrCat(repository_, "/"), ""}, {repository_, "of the model repository"}});
+  }
+  if (status.code() == absl::StatusCode::kNotFound) {
+    return MakeError(absl::StatusCode::kNotFound, reason::kFileNotFound, absl::StrCat(field, ": ", message));
+  }
+  return AtField(field, absl::Status(status.code(), message));
+}
 
 absl::StatusOr<std::unique_ptr<FileSource>> FileSource::Open(const std::string& repository, pb::LayerSpec* spec) {
   if (repository.empty()) {
@@ -68,11 +86,11 @@ absl::StatusOr<std::unique_ptr<FileSource>> FileSource::Open(const std::string& 
   }
   SPMMD_RETURN_IF_ERROR(CheckRelative(spec->file().path()));
   auto source = std::unique_ptr<FileSource>(new FileSource());
-  source->path_ = absl::StrCat(repository, "/", spec->file().path());
+  SPMMD_ASSIGN_OR_RETURN(source->repository_, AbsoluteDirectory(repository));
+  source->path_ = absl::StrCat(source->repository_, "/", spec->file().path());
   source->tensor_ = spec->file().tensor();
   source->bias_tensor_ = spec->file().bias_tensor();
-  if (const absl::Status inside = CheckInsideDirectory(source->path_, repository); !inside.ok()) {
-    // The message would name the host's directories.
+  if (const absl::Status inside = CheckInsideDirectory(source->path_, source->repository_); !inside.ok()) {
     if (inside.code() == absl::StatusCode::kNotFound) {
       return MakeError(absl::StatusCode::kNotFound, reason::kFileNotFound,
                        absl::StrCat("spec.file.path: no file ", spec->file().path(), " in the model repository"));
@@ -80,21 +98,20 @@ absl::StatusOr<std::unique_ptr<FileSource>> FileSource::Open(const std::string& 
     return FieldError("spec.file.path", "must not leave the model repository");
   }
   const bool npy = absl::EndsWith(source->path_, ".npy");
-  const absl::Status opened =
-      npy ? source->OpenNpy(source->path_, repository, spec) : source->OpenSafetensors(source->path_, repository, spec);
+  const absl::Status opened = npy ? source->OpenNpy(spec) : source->OpenSafetensors(spec);
   if (!opened.ok()) return opened;
   return source;
 }
 
-absl::Status FileSource::OpenSafetensors(const std::string& path, const std::string& repository, pb::LayerSpec* spec) {
-  if (!absl::EndsWith(path, ".safetensors") && !absl::EndsWith(path, ".json")) {
+absl::Status FileSource::OpenSafetensors(pb::LayerSpec* spec) {
+  if (!absl::EndsWith(path_, ".safetensors") && !absl::EndsWith(path_, ".json")) {
     return FieldError("spec.file.path", "must end in .safetensors, .safetensors.index.json or .npy");
   }
   if (tensor_.empty()) return FieldError("spec.file.tensor", "must name a tensor of the .safetensors file");
-  absl::StatusOr<SafetensorsCheckpoint> checkpoint = SafetensorsCheckpoint::Open(path, repository);
+  absl::StatusOr<SafetensorsCheckpoint> checkpoint = SafetensorsCheckpoint::Open(path_, repository_);
   if (!checkpoint.ok()) return AtFileField("spec.file.path", checkpoint.status());
   checkpoint_ = *std::move(checkpoint);
-  const absl::StatusOr<SafetensorsTensor> tensor = checkpoint_->Find(tensor_);
+  const absl::StatusOr<WeightDescription> tensor = DescribeCheckpointWeight(&*checkpoint_, tensor_);
   if (!tensor.ok()) return AtFileField("spec.file.tensor", tensor.status());
   const std::optional<DType> dtype = SafetensorsType(tensor->dtype);
   if (!dtype.has_value()) {
@@ -115,11 +132,11 @@ absl::Status FileSource::OpenSafetensors(const std::string& path, const std::str
   return absl::OkStatus();
 }
 
-absl::Status FileSource::OpenNpy(const std::string& path, const std::string& /*repository*/, pb::LayerSpec* spec) {
+absl::Status FileSource::OpenNpy(pb::LayerSpec* spec) {
   if (!tensor_.empty()) return FieldError("spec.file.tensor", "must be empty for a .npy file");
   if (!bias_tensor_.empty()) return FieldError("spec.file.bias_tensor", "must be empty for a .npy file");
   if (spec->has_bias()) return FieldError("spec.has_bias", "a .npy file has no bias");
-  const absl::StatusOr<std::shared_ptr<const MappedFile>> file = MappedFile::Open(path);
+  const absl::StatusOr<std::shared_ptr<const MappedFile>> file = MappedFile::Open(path_);
   if (!file.ok()) return AtFileField("spec.file.path", file.status());
   const absl::StatusOr<NpyArray> array = ParseNpy((*file)->bytes());
   if (!array.ok()) return AtFileField("spec.file.path", array.status());
@@ -127,7 +144,8 @@ absl::Status FileSource::OpenNpy(const std::string& path, const std::string& /*r
 }
 
 absl::StatusOr<DenseMatrix> FileSource::ReadWeights() {
-  absl::StatusOr<DenseMatrix> weights = checkpoint_.has_value() ? checkpoint_->ReadMatrix(tensor_) : ReadNpy(path_);
+  absl::StatusOr<DenseMatrix> weights =
+      checkpoint_.has_value() ? ReadCheckpointWeight(&*checkpoint_, tensor_) : ReadNpy(path_);
   if (!weights.ok()) return AtFileField("spec.file.path", weights.status());
   return weights;
 }

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "kernels/format/dense.h"
 #include "kernels/format/safetensors.h"
 #include "server/pb.h"
@@ -19,7 +20,8 @@ namespace spmmd::server {
 // An opened file and the tensors chosen in it. Reading is left for later.
 class FileSource {
  public:
-  // Opens the file of `spec` and fills in what the spec leaves open: shape, dtype, has_bias. FAILED_PRECONDITION
+  // Opens the file of `spec` and fills in what the spec leaves open: shape, dtype, has_bias. "P.weight" finds the
+  // bitmask forms of compressed-tensors checkpoints too. FAILED_PRECONDITION
   // without a repository, NOT_FOUND, INVALID_ARGUMENT ("spec.file.path", "spec.file.tensor", "spec.m", ...).
   static absl::StatusOr<std::unique_ptr<FileSource>> Open(const std::string& repository, pb::LayerSpec* spec);
 
@@ -29,10 +31,13 @@ class FileSource {
 
  private:
   FileSource() = default;
-  absl::Status OpenSafetensors(const std::string& path, const std::string& repository, pb::LayerSpec* spec);
-  absl::Status OpenNpy(const std::string& path, const std::string& repository, pb::LayerSpec* spec);
+  absl::Status OpenSafetensors(pb::LayerSpec* spec);
+  absl::Status OpenNpy(pb::LayerSpec* spec);
+  // An error of the file readers as one of the caller's field, without this host's directories.
+  absl::Status AtFileField(absl::string_view field, const absl::Status& status) const;
 
-  std::string path_;
+  std::string repository_;  // absolute
+  std::string path_;        // absolute
   std::string tensor_;
   std::string bias_tensor_;
   std::optional<SafetensorsCheckpoint> checkpoint_;  // else .npy

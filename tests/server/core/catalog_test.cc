@@ -748,6 +748,53 @@ TEST_F(FileTest, NoPathLeavesTheRepository) {
   EXPECT_FALSE(Load(spec).ok());
 }
 
+TEST_F(FileTest, ErrorsShowNoDirectoryOfTheHost) {
+  const std::string models = (root_ / "models").string();
+  std::filesystem::create_directories(models + "/sub/folder.npy");
+  std::ofstream(models + "/sub/bad.npy") << "not numpy at all";
+  std::ofstream(models + "/sub/bad.safetensors") << "xxxxxxxxxxxxxxxxxxxx";
+  std::ofstream(models + "/sub/bad.safetensors.index.json") << "{";
+  std::ofstream(models + "/sub/lost.safetensors.index.json") << R"({"weight_map": {"w": "lost.safetensors"}})";
+  std::ofstream(models + "/sub/liar.safetensors.index.json") << R"({"weight_map": {"w": "one.safetensors"}})";
+  WriteSafetensors(models + "/sub/one.safetensors", RandomMatrix(DType::kF16, 2, 2, 0.5, 1).view(), {1, 2});
+  std::filesystem::rename(models + "/sub/one.safetensors", (root_ / "outside.safetensors").string());
+  std::filesystem::create_symlink(root_ / "outside.safetensors", models + "/sub/one.safetensors");
+  pb::LayerSpec spec;
+  spec.set_name("w");
+  for (const auto& [path, tensor] : {std::pair<std::string, std::string>{"sub/missing.npy", ""},
+                                     {"sub/folder.npy", ""},
+                                     {"sub/bad.npy", ""},
+                                     {"sub/bad.npy/below.npy", ""},
+                                     {"sub/bad.safetensors", "w"},
+                                     {"sub/bad.safetensors.index.json", "w"},
+                                     {"sub/lost.safetensors.index.json", "w"},
+                                     {"sub/lost.safetensors.index.json", "v"},
+                                     {"sub/liar.safetensors.index.json", "w"},
+                                     {"sub/one.safetensors", "w"}}) {
+    spec.mutable_file()->set_path(path);
+    spec.mutable_file()->set_tensor(tensor);
+    const absl::Status status = Load(spec).status();
+    EXPECT_FALSE(status.ok()) << path;
+    EXPECT_THAT(std::string(status.message()), ::testing::Not(HasSubstr(root_.string()))) << path;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("spec.file.")) << path;
+  }
+}
+
+TEST_F(FileTest, CompressedTensorsCheckpoint) {
+  const std::string data = "tests/data/compressed_tensors/";
+  for (const char* name : {"dense", "sparse_bitmask"}) {
+    std::filesystem::copy(data + name + ".safetensors", root_ / "models" / (std::string(name) + ".safetensors"));
+  }
+  pb::LayerSpec spec;
+  spec.mutable_file()->set_tensor("model.layers.0.mlp.up_proj.weight");
+  for (const std::string name : {"dense", "sparse_bitmask"}) {
+    spec.set_name(name);
+    spec.mutable_file()->set_path(name + ".safetensors");
+    ASSERT_TRUE(Load(spec).ok()) << Load(spec).status();
+  }
+  EXPECT_EQ(Bytes(Stored(*core_, "sparse_bitmask").view()), Bytes(Stored(*core_, "dense").view()));
+}
+
 TEST_F(FileTest, WrongMagicAndNoRepository) {
   std::ofstream(root_ / "models/bad.npy") << "not numpy at all";
   std::ofstream(root_ / "models/bad.safetensors") << "xxxxxxxxxxxxxxxxxxxx";
