@@ -81,6 +81,8 @@ absl::Status App::Init() {
   LayerCatalog::Options catalog;
   catalog.model_repository = options_.model_repository;
   catalog.max_chunk_bytes = options_.max_chunk_bytes;
+  catalog.shard_index = options_.shard_index;
+  catalog.shard_count = options_.shard_count;
   catalog_ = std::make_unique<LayerCatalog>(std::move(catalog), std::move(devices), metrics_.get());
   Engine::Options engine;
   engine.max_tokens = options_.max_tokens;
@@ -143,22 +145,25 @@ absl::Status App::StartMetricsEndpoint() {
 
 absl::Status App::LoadAndServe() {
   const absl::Time started = absl::Now();
+  int64_t loaded = 0;
   for (const auto& spec : options_.layers) {
     const auto named = [&](const absl::Status& status) {
       return absl::Status(status.code(), absl::StrCat("layer '", spec.name(), "': ", status.message()));
     };
+    // Every shard gets the same list and takes its own part of it.
+    if (!catalog_->CheckShard(spec.name()).ok()) continue;
     auto upload = catalog_->Begin(spec);
     if (!upload.ok()) return named(upload.status());
     auto layer = (*upload)->Finish();
     if (!layer.ok()) return named(layer.status());
+    ++loaded;
     LogInfo("layer loaded", {{"layer", spec.name()},
                              {"format", pb::Format_Name(layer->format())},
                              {"bytes", layer->bytes()},
                              {"reason", layer->format_reason()}});
   }
   if (!options_.layers.empty()) {
-    LogInfo("layers loaded",
-            {{"count", options_.layers.size()}, {"seconds", absl::ToDoubleSeconds(absl::Now() - started)}});
+    LogInfo("layers loaded", {{"count", loaded}, {"seconds", absl::ToDoubleSeconds(absl::Now() - started)}});
   }
   rpc_server_->SetServing();
   return absl::OkStatus();

@@ -33,6 +33,7 @@ inline constexpr absl::string_view kLayerNotFound = "LAYER_NOT_FOUND";
 inline constexpr absl::string_view kProgramNotFound = "PROGRAM_NOT_FOUND";
 inline constexpr absl::string_view kRegionNotFound = "REGION_NOT_FOUND";
 inline constexpr absl::string_view kFileNotFound = "FILE_NOT_FOUND";
+inline constexpr absl::string_view kWrongShard = "WRONG_SHARD";  // metadata: layer, shard, shard_count
 inline constexpr absl::string_view kLayerNotReady = "LAYER_NOT_READY";
 inline constexpr absl::string_view kDeviceMemory = "DEVICE_MEMORY";  // metadata: needed, free, limit (bytes), device
 inline constexpr absl::string_view kHostMemory = "HOST_MEMORY";      // metadata: needed, free, limit (bytes)

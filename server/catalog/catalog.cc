@@ -11,6 +11,7 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
+#include "proto/shard/shard.h"
 #include "server/catalog/spec.h"
 #include "server/device/host_memory.h"
 #include "server/errors.h"
@@ -75,7 +76,20 @@ LayerCatalog::LayerCatalog(Options options, std::vector<Device*> devices, Metric
 
 LayerCatalog::~LayerCatalog() { metrics_->SetUploadBytesSource(nullptr); }
 
+absl::Status LayerCatalog::CheckShard(absl::string_view name) const {
+  if (options_.shard_count == 1 || name.empty()) return absl::OkStatus();
+  const int shard = ShardOf({name.data(), name.size()}, options_.shard_count);
+  if (shard == options_.shard_index) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kFailedPrecondition, reason::kWrongShard,
+                   absl::StrCat("layer ", name, " belongs to shard ", shard, " of ", options_.shard_count,
+                                ", and this server is shard ", options_.shard_index),
+                   {{"layer", std::string(name)},
+                    {"shard", absl::StrCat(shard)},
+                    {"shard_count", absl::StrCat(options_.shard_count)}});
+}
+
 absl::StatusOr<std::shared_ptr<Upload>> LayerCatalog::Begin(const pb::LayerSpec& spec) {
+  SPMMD_RETURN_IF_ERROR(CheckShard(spec.name()));
   auto upload = std::shared_ptr<Upload>(new Upload(this, spec));
   SPMMD_RETURN_IF_ERROR(upload->Start());
   return upload;
@@ -84,7 +98,10 @@ absl::StatusOr<std::shared_ptr<Upload>> LayerCatalog::Begin(const pb::LayerSpec&
 absl::StatusOr<std::shared_ptr<const ServedLayer>> LayerCatalog::FindLocked(absl::string_view name,
                                                                             int64_t version) const {
   const auto entry = names_.find(name);
-  if (entry == names_.end()) return NotFound(name, version);
+  if (entry == names_.end()) {
+    SPMMD_RETURN_IF_ERROR(CheckShard(name));
+    return NotFound(name, version);
+  }
   const auto& versions = entry->second.versions;
   const auto layer = version == 0 ? versions.begin() : versions.find(version);
   if (layer == versions.end()) return NotFound(name, version);

@@ -44,6 +44,9 @@ class LayerCatalog {
     uint64_t upload_limit_bytes = 0;
     // Largest ContentChunk.data.
     uint64_t max_chunk_bytes = uint64_t{4} * 1024 * 1024;
+    // Which of how many shards this server is: layers of others are refused (FAILED_PRECONDITION naming their shard).
+    int shard_index = 0;
+    int shard_count = 1;
     // Layers, all versions counted. A tiny layer costs the host more than the device bytes that its budget counts.
     int64_t max_layers = 100'000;
   };
@@ -54,6 +57,8 @@ class LayerCatalog {
   LayerCatalog(const LayerCatalog&) = delete;
   LayerCatalog& operator=(const LayerCatalog&) = delete;
 
+  // FAILED_PRECONDITION naming the shard that holds the layer when it is not this server's.
+  absl::Status CheckShard(absl::string_view name) const;
   // Starts a registration. Field paths in errors start with "spec.". Does not block and allocates nothing before every
   // check has passed. A file source is opened and its header read here.
   absl::StatusOr<std::shared_ptr<Upload>> Begin(const pb::LayerSpec& spec);

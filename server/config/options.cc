@@ -211,6 +211,12 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.log_level = config.log_level();
   options.log_format = config.log_format();
 
+  options.shard_index = config.shard_index();
+  options.shard_count = config.shard_count();
+  if (options.shard_index >= options.shard_count) {
+    return absl::InvalidArgumentError(absl::StrCat("--shard-index: ", options.shard_index,
+                                                   " is not below --shard-count, which is ", options.shard_count));
+  }
   options.model_repository = config.model_repository();
   options.cache_dir = config.cache_dir();
   if (!options.model_repository.empty()) {

@@ -38,6 +38,9 @@ struct Options {
 
   std::string model_repository;  // empty: none
   std::string cache_dir;         // empty: none
+  // Which of how many shards this server is.
+  int shard_index = 0;
+  int shard_count = 1;
   // Layers to register at start: `layers` of the config file, the manifest, then --preload, in this order.
   std::vector<spmm::v1::LayerSpec> layers;
 

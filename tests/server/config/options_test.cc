@@ -179,6 +179,15 @@ TEST_F(OptionsTest, ManifestMayBeJsonAndIsChecked) {
               HasSubstr("layers[0].file"));
 }
 
+TEST(CommandLineTest, AShardIsOneOfTheirCount) {
+  const Options options = ParseOk({"--shard-index=2", "--shard-count=3"});
+  EXPECT_EQ(options.shard_index, 2);
+  EXPECT_EQ(options.shard_count, 3);
+  EXPECT_EQ(ParseOk({}).shard_count, 1);
+  EXPECT_EQ(ParseError({"--shard-index=3", "--shard-count=3"}),
+            "--shard-index: 3 is not below --shard-count, which is 3");
+}
+
 TEST(CommandLineTest, AnEmptyHealthCheckIsNoServer) {
   EXPECT_EQ(Parse({"--health-check", ""}).status().code(), absl::StatusCode::kInvalidArgument);
 }

@@ -30,6 +30,7 @@ from spmmd.errors import (
     UnimplementedError,
 )
 from spmmd.program import Outputs, Program, RegisteredProgram, Value
+from spmmd.sharding import Move, ShardedClient, moves, shard_key, shard_of
 from spmmd.stream import Stream
 from spmmd.types import (
     NM,
@@ -77,6 +78,7 @@ __all__ = [
     "LayerState",
     "Limits",
     "Magnitude",
+    "Move",
     "NotFoundError",
     "Outputs",
     "PermissionDeniedError",
@@ -89,6 +91,7 @@ __all__ = [
     "ResourceExhaustedError",
     "Section",
     "ServerInfo",
+    "ShardedClient",
     "SparseRows",
     "Speed",
     "SpmmdError",
@@ -100,4 +103,7 @@ __all__ = [
     "UnimplementedError",
     "Value",
     "__version__",
+    "moves",
+    "shard_key",
+    "shard_of",
 ]

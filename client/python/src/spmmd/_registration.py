@@ -40,6 +40,11 @@ class Registration:
         self._call: Any = None
         self._stopped = False
 
+    @property
+    def layer(self) -> str:
+        """The layer's name."""
+        return self._spec.name
+
     def run(self, start: Callable[[Iterator[catalog_pb2.RegisterLayerRequest]], Any]) -> Layer:
         """Does it on a call that `start` opens; returns when the layer is ready."""
         with self._lock:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
+
+from spmmd._proto.sparse_matmul_pb2 import ExecuteRequest
 
 # Layers' activations pass gRPC's default of 4 MiB easily; the server's own limit is the one that counts.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -49,12 +53,52 @@ def tls_of(tls: Tls | bool) -> Tls | None:
     return Tls() if tls else None
 
 
-def channel_options(tls: Tls | None) -> list[tuple[str, str | int]]:
+# Every address of the name in turn, without those whose health says that they are not serving. What only multiplies is
+# safe to send again when a server went away under it.
+_BALANCE = json.dumps(
+    {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "healthCheckConfig": {"serviceName": ""},
+        "methodConfig": [
+            {
+                "name": [{"service": "spmm.v1.SparseMatmul", "method": "Execute"}],
+                "retryPolicy": {
+                    "maxAttempts": 4,
+                    "initialBackoff": "0.02s",
+                    "maxBackoff": "0.5s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ],
+    }
+)
+
+
+def channel_options(tls: Tls | None, balance: bool = False) -> list[tuple[str, str | int]]:
     options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
+    if balance:
+        options.append(("grpc.service_config", _BALANCE))
     if tls is not None and tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
 
 
-def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+Metadata = tuple[tuple[str, str], ...]
+
+
+def with_layer(metadata: Metadata, layer: str) -> Metadata:
+    """The metadata of a call on a layer: gateways route by it to the layer's shard."""
+    return (*metadata, ("spmmd-layer", layer)) if layer else metadata
+
+
+def layer_of(request: Any) -> str:
+    """The layer that a request names, the first one of a program; empty when there is none."""
+    if isinstance(request, ExecuteRequest):
+        return next((step.matmul.layer.name for step in request.program.steps if step.HasField("matmul")), "")
+    layer = getattr(request, "layer", None)
+    return str(layer.name) if layer is not None else ""
+
+
+def call_metadata(token: str | None) -> Metadata:
     return () if token is None else (("authorization", f"Bearer {token}"),)

@@ -21,7 +21,9 @@ from spmmd._transport import (
     Tls,
     call_metadata,
     channel_options,
+    layer_of,
     tls_of,
+    with_layer,
 )
 from spmmd.arrays import Array
 from spmmd.client import Client
@@ -271,7 +273,7 @@ class AsyncClient:
         if timeout is None and not long:
             timeout = self._timeout
         try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
+            return await method(request, timeout=timeout, metadata=with_layer(self._metadata, layer_of(request)))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 

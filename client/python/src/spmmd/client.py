@@ -19,7 +19,9 @@ from spmmd._transport import (
     Tls,
     call_metadata,
     channel_options,
+    layer_of,
     tls_of,
+    with_layer,
 )
 from spmmd.arrays import Array
 from spmmd.errors import NotFoundError, from_rpc_error
@@ -67,6 +69,8 @@ class Client:
       token: bearer token; over plain text it is sent as it is, so use TLS beyond the own host.
       timeout: seconds for short calls.
       chunk_bytes: size of upload messages; at most the server's limits.max_chunk_bytes.
+      balance: use all addresses that the name resolves to, in turn, but those whose health is not SERVING, and send
+        Execute again elsewhere when a server goes away. For replicas that hold the same layers by their manifests.
     """
 
     def __init__(
@@ -77,9 +81,10 @@ class Client:
         token: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        balance: bool = False,
     ) -> None:
         settings = tls_of(tls)
-        options = channel_options(settings)
+        options = channel_options(settings, balance)
         if settings is None:
             self._channel = grpc.insecure_channel(address, options=options)
         else:
@@ -338,7 +343,7 @@ class Client:
         if timeout is None and not long:
             timeout = self._timeout
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            return method(request, timeout=timeout, metadata=with_layer(self._metadata, layer_of(request)))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
@@ -352,6 +357,7 @@ class Client:
         return self._run_registration(Registration(spec, content, progress, self._chunk_bytes), timeout)
 
     def _run_registration(self, registration: Registration, timeout: float | None) -> Layer:
+        metadata = with_layer(self._metadata, registration.layer)
         return registration.run(
-            lambda requests: self._catalog.RegisterLayer(requests, timeout=timeout, metadata=self._metadata)
+            lambda requests: self._catalog.RegisterLayer(requests, timeout=timeout, metadata=metadata)
         )
