@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from live import free_port, scrape
+from live import REPOSITORY, free_port, scrape
 from local_server import LocalServer
 
 import spmmd
@@ -306,3 +307,7 @@ def test_a_gateway_routes_by_header(binary: Path, repository: Path, tmp_path: Pa
         finally:
             process.terminate()
             process.wait(10)
+
+
+def test_the_plan_is_what_the_simulation_says() -> None:
+    subprocess.run([sys.executable, str(REPOSITORY / "scripts" / "scale_out_sim.py"), "--check"], check=True)
