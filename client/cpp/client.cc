@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/connection.h"
+#include "client/cpp/status.h"
 #include "client/cpp/upload.h"
 #include "grpc/health/v1/health.grpc.pb.h"
 #include "spmm/v1/layer_catalog.grpc.pb.h"
@@ -16,6 +17,8 @@ namespace {
 
 constexpr char kMatmulInput[] = "x";
 constexpr char kMatmulOutput[] = "y";
+
+constexpr int kUploadAttempts = 4;
 
 // Protocol Buffers cannot carry more in one message.
 constexpr size_t kMaxMessageBytes = std::numeric_limits<int32_t>::max();
@@ -99,11 +102,19 @@ absl::StatusOr<RegisterResult> Client::RegisterFile(const v1::LayerSpec& spec, c
 absl::StatusOr<RegisterResult> Client::Upload(const v1::LayerSpec& spec, const LayerContent* content,
                                               const RegisterOptions& options) {
   Connection& connection = *state_->connection;
-  grpc::ClientContext context;
-  if (absl::Status status = connection.Prepare(context, options.call, absl::InfiniteDuration()); !status.ok()) {
-    return status;
+  const absl::Time start = absl::Now();
+  for (int attempt = 1;; ++attempt) {
+    CallOptions call = options.call;
+    if (call.timeout.has_value()) *call.timeout -= absl::Now() - start;
+    grpc::ClientContext context;
+    if (absl::Status status = connection.Prepare(context, call, absl::InfiniteDuration()); !status.ok()) return status;
+    absl::StatusOr<RegisterResult> result =
+        RunUpload(connection.channel(), context, spec, content, connection.options().chunk_bytes, options.progress);
+    // The server relied on somebody else who was bringing the same content and did not finish. This caller has it too.
+    if (result.ok() || attempt == kUploadAttempts || ErrorReason(result.status()) != "CONTENT_SOURCE_LOST") {
+      return result;
+    }
   }
-  return RunUpload(connection.channel(), context, spec, content, connection.options().chunk_bytes, options.progress);
 }
 
 absl::StatusOr<std::vector<v1::Layer>> Client::List(std::string_view name_prefix, const CallOptions& call) {

@@ -139,6 +139,31 @@ TEST_F(RegisterTest, KnownContentIsNotSentAgain) {
   EXPECT_TRUE(client_->Register(Named("third"), Content())->uploaded);
 }
 
+TEST_F(RegisterTest, TakesOverWhenTheOneWhoBroughtTheContentIsLost) {
+  RecordingServer server(fake_);
+  const auto record = fake_.register_layer;
+  std::atomic<int> to_lose = 2;
+  std::atomic<int> calls = 0;
+  fake_.register_layer = [&](grpc::ServerContext* context, RegisterStream* stream) {
+    ++calls;
+    if (to_lose-- <= 0) return record(context, stream);
+    v1::RegisterLayerRequest request;
+    stream->Read(&request);
+    Accept(stream, /*content_needed=*/false);
+    google::rpc::ErrorInfo info;
+    info.set_reason("CONTENT_SOURCE_LOST");
+    return ErrorWithDetail(grpc::StatusCode::ABORTED, "try again", info);
+  };
+  const auto result = client_->Register(Named("w"), Content());
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_TRUE(result->uploaded);
+  EXPECT_EQ(calls, 3);
+  to_lose = 100;
+  calls = 0;
+  EXPECT_EQ(client_->Register(Named("w"), Content()).status().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(calls, 4);
+}
+
 TEST_F(RegisterTest, ProgressReachesTheTotal) {
   fake_.register_layer = [](grpc::ServerContext*, RegisterStream* stream) {
     v1::RegisterLayerRequest request;

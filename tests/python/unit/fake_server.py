@@ -80,6 +80,7 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
       chunks: every chunk received.
       metadata: the last call's.
       fail: the error of the next call, if any.
+      lose_source: as many registrations are told that somebody else brings their content, and then that he does not.
       reorder: answers of a stream are held back until this many are there, then sent last first.
       break_after: a stream fails as a whole after this many requests.
     """
@@ -96,6 +97,7 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
         self.fail: status_pb2.Status | None = None
         self.fail_after_chunks: tuple[int, status_pb2.Status] | None = None
         self.end_without_layer = False
+        self.lose_source = 0
         self.reorder = 1
         self.break_after: int | None = None
         self.upload_ended = threading.Event()
@@ -118,6 +120,11 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
         context.add_callback(self.upload_ended.set)
         spec = next(requests).spec
         self.specs.append(spec)
+        if self.lose_source > 0:
+            self.lose_source -= 1
+            yield catalog_pb2.RegisterLayerResponse(accepted=catalog_pb2.RegisterAccepted(content_needed=False))
+            info = error_details_pb2.ErrorInfo(domain="spmmd", reason="CONTENT_SOURCE_LOST")
+            abort(context, status(grpc.StatusCode.ABORTED, "try again", info))
         parts = self.contents.get(spec.content_xxh3)
         needed = parts is None and not spec.HasField("file")
         accepted = catalog_pb2.RegisterAccepted(content_needed=needed, content_bytes=1)

@@ -260,6 +260,20 @@ def test_health(client: spmmd.Client) -> None:
         client.health("nobody")
 
 
+def test_register_takes_over_when_the_one_who_brought_the_content_is_lost(
+    server: FakeServer, client: spmmd.Client
+) -> None:
+    server.lose_source = 2
+    seen: list[spmmd.Progress] = []
+    assert client.register("w", WEIGHT, progress=seen.append, timeout=60).name == "w"
+    assert len(server.specs) == 3
+    assert server.chunks
+    server.lose_source = 100
+    with pytest.raises(spmmd.SpmmdError, match="ABORTED: try again"):
+        client.register("w2", WEIGHT * 2)
+    assert len(server.specs) == 3 + 4
+
+
 def test_unregister(client: spmmd.Client) -> None:
     client.register("w", WEIGHT)
     removed = client.unregister("w")

@@ -9,11 +9,13 @@ from typing import Any
 import grpc
 
 from spmmd._proto import layer_catalog_pb2 as catalog_pb2
-from spmmd.errors import InternalError, from_rpc_error
+from spmmd.errors import InternalError, SpmmdError, from_rpc_error
 from spmmd.types import Layer, LayerState, Progress, _from_wire
 from spmmd.weights import Content
 
 ProgressCallback = Callable[[Progress], None]
+
+_ATTEMPTS = 4
 
 
 class Registration:
@@ -39,6 +41,7 @@ class Registration:
         self._lock = threading.Lock()
         self._call: Any = None
         self._stopped = False
+        self._cancelled = False
 
     @property
     def layer(self) -> str:
@@ -46,7 +49,24 @@ class Registration:
         return self._spec.name
 
     def run(self, start: Callable[[Iterator[catalog_pb2.RegisterLayerRequest]], Any]) -> Layer:
-        """Does it on a call that `start` opens; returns when the layer is ready."""
+        """Does it on a call that `start` opens; returns when the layer is ready.
+
+        Again when the server relied on another registration that was bringing the same content and did not finish.
+        """
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return self._run_once(start)
+            except SpmmdError as error:
+                if error.reason != "CONTENT_SOURCE_LOST":
+                    raise
+            with self._lock:
+                # The call that ended sent no content, so its sender is done with these.
+                self._accepted = None
+                self._decided = threading.Event()
+                self._stopped = self._cancelled
+        return self._run_once(start)
+
+    def _run_once(self, start: Callable[[Iterator[catalog_pb2.RegisterLayerRequest]], Any]) -> Layer:
         with self._lock:
             self._call = start(self._requests())
             if self._stopped:
@@ -59,13 +79,18 @@ class Registration:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         finally:
-            self.cancel()
+            self._end_call()
         if layer is None:
             raise InternalError(grpc.StatusCode.INTERNAL, "the server ended the registration without a layer")
         return layer
 
     def cancel(self) -> None:
         """Ends the call, and the thread that sends; from any thread, at any time."""
+        with self._lock:
+            self._cancelled = True
+        self._end_call()
+
+    def _end_call(self) -> None:
         with self._lock:
             self._stopped = True
             self._decided.set()
