@@ -160,6 +160,7 @@ absl::Status Connection::Prepare(grpc::ClientContext& context, const CallOptions
     context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMicroseconds(timeout));
   }
   context.set_wait_for_ready(call.wait_for_ready);
+  for (const auto& [name, value] : call.headers) context.AddMetadata(name, value);
   const absl::StatusOr<std::string> token = Token();
   if (!token.ok()) return token.status();
   if (!token->empty()) context.AddMetadata("authorization", absl::StrCat("Bearer ", *token));

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/time/time.h"
 #include "grpcpp/support/channel_arguments.h"
@@ -52,6 +54,8 @@ struct CallOptions {
   std::optional<absl::Duration> timeout{};
   // Wait (within the deadline) for a server that cannot be reached yet, instead of failing with UNAVAILABLE.
   bool wait_for_ready = false;
+  // Further headers of the call, in lower case: {"spmmd-layer", NAME} for a gateway that routes by it.
+  std::vector<std::pair<std::string, std::string>> headers{};
 };
 
 }  // namespace spmmd::client
