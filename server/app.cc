@@ -1,11 +1,8 @@
 #include "server/app.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <exception>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -19,7 +16,10 @@
 #include "absl/time/time.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
+#include "kernels/dispatch/cuda_library.h"
 #include "server/device/cpu_device.h"
+#include "server/device/cuda_device.h"
+#include "server/device/host_memory.h"
 #include "server/log/log.h"
 #include "server/rpc/credentials.h"
 #include "server/rpc/endpoint.h"
@@ -27,16 +27,6 @@
 
 namespace spmmd::server {
 namespace {
-
-// What this process may use: the host's memory, or less in a container.
-uint64_t UsableMemory() {
-  uint64_t bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  for (const char* file : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    uint64_t limit = 0;
-    if (std::ifstream in(file); in >> limit && limit > 0) bytes = std::min(bytes, limit);
-  }
-  return bytes;
-}
 
 // When the certificate that is served expires; read at every scrape, so that a rotation shows.
 class TlsMetrics final : public prometheus::Collectable {
@@ -60,10 +50,11 @@ class TlsMetrics final : public prometheus::Collectable {
 
 }  // namespace
 
-App::App(Options options) : options_(std::move(options)) {}
+App::App(Options options, std::function<void()> on_device_failure)
+    : options_(std::move(options)), on_device_failure_(std::move(on_device_failure)) {}
 
-absl::StatusOr<std::unique_ptr<App>> App::Start(const Options& options) {
-  std::unique_ptr<App> app(new App(options));
+absl::StatusOr<std::unique_ptr<App>> App::Start(const Options& options, std::function<void()> on_device_failure) {
+  std::unique_ptr<App> app(new App(options, std::move(on_device_failure)));
   SPMMD_RETURN_IF_ERROR(app->Init());
   return app;
 }
@@ -72,7 +63,6 @@ absl::Status App::Init() {
   SetDefaultThreads(options_.cpu_threads);
   metrics_ = std::make_shared<Metrics>();
   SPMMD_RETURN_IF_ERROR(StartDevices());
-  if (options_.max_queue_delay > absl::ZeroDuration()) LogWarning("--max-queue-delay has no effect in this version");
   if (!options_.cache_dir.empty()) LogWarning("--cache-dir has no effect in this version");
   metrics_->SetBuildInfo(Version(), Revision(), backend_);
 
@@ -87,6 +77,7 @@ absl::Status App::Init() {
   Engine::Options engine;
   engine.max_tokens = options_.max_tokens;
   engine.max_programs = options_.max_programs;
+  engine.max_batch_tokens = options_.max_batch_tokens;
   engine_ = std::make_unique<Engine>(engine, catalog_.get(), metrics_.get());
 
   if (!options_.auth_token_file.empty()) {
@@ -97,7 +88,6 @@ absl::Status App::Init() {
     auth_ = *std::move(auth);
     const bool plain_tcp = options_.tls_cert.empty() && !std::ranges::all_of(options_.listen, IsUnix);
     if (plain_tcp) LogWarning("tokens travel in the clear: --auth-token-file without --tls-cert");
-  rpc_.limits.upload_idle_timeout = options_.upload_idle_timeout;
   }
   blocking_ = std::make_unique<BlockingRunner>();
   rpc_.engine = engine_.get();
@@ -107,27 +97,86 @@ absl::Status App::Init() {
   rpc_.blocking = blocking_.get();
   rpc_.limits.max_message_bytes = options_.max_message_bytes;
   rpc_.limits.max_uploads = options_.max_uploads;
+  rpc_.limits.upload_idle_timeout = options_.upload_idle_timeout;
   rpc_.limits.max_stream_in_flight = options_.max_stream_in_flight;
   rpc_.version = Version();
   rpc_.revision = Revision();
   rpc_.backend = backend_;
   SPMMD_RETURN_IF_ERROR(StartMetricsEndpoint());
   SPMMD_ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start(options_, &rpc_));
+  WatchDevices();
   return absl::OkStatus();
 }
 
-absl::Status App::StartDevices() {
-  if (options_.backend == BackendChoice::kCuda) {
-    return absl::FailedPreconditionError("--backend=cuda: this build has no CUDA backend");
-  }
-  backend_ = "cpu";
+DeviceOptions App::MakeDeviceOptions() const {
   DeviceOptions device;
-  device.memory_limit_bytes =
-      static_cast<uint64_t>(static_cast<double>(UsableMemory()) * options_.device_memory_fraction);
+  device.memory_fraction = options_.device_memory_fraction;
   device.queue.max_depth = options_.max_queue_depth;
   device.queue.max_bytes = options_.max_queue_bytes;
+  device.queue.max_batch_tokens = options_.max_batch_tokens;
+  device.queue.max_delay = options_.max_queue_delay;
+  return device;
+}
+
+absl::Status App::StartDevices() {
+  if (options_.backend != BackendChoice::kCpu) {
+    const absl::Status status = StartGpus();
+    if (!status.ok() && (options_.backend == BackendChoice::kCuda || !options_.cuda_devices.empty())) {
+      return absl::FailedPreconditionError(absl::StrCat("--backend=cuda: ", status.message()));
+    }
+    if (status.ok()) {
+      backend_ = "cuda";
+      return absl::OkStatus();
+    }
+    LogInfo("no GPU: the CPU computes", {{"reason", std::string(status.message())}});
+    devices_.clear();
+  }
+  backend_ = "cpu";
+  DeviceOptions device = MakeDeviceOptions();
+  device.memory_limit_bytes =
+      static_cast<uint64_t>(static_cast<double>(UsableMemory()) * options_.device_memory_fraction);
   devices_.push_back(std::make_unique<CpuDevice>(device, metrics_.get()));
   return absl::OkStatus();
+}
+
+absl::Status App::StartGpus() {
+  SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaLibrary> library, CudaLibrary::Load(options_.cuda_library));
+  int32_t count = 0;
+  SPMMD_RETURN_IF_ERROR(library->ToStatus(library->device_count(&count)));
+  std::vector<int> chosen = options_.cuda_devices;
+  if (chosen.empty()) {
+    for (int index = 0; index < count; ++index) {
+      spmmd_cuda_device_info info;
+      SPMMD_RETURN_IF_ERROR(library->ToStatus(library->get_device_info(index, &info)));
+      if (info.usable != 0) {
+        chosen.push_back(index);
+      } else {
+        LogWarning("GPU not used: no kernels for its architecture",
+                   {{"device", absl::StrCat("cuda:", index)}, {"name", std::string_view(info.name)}});
+      }
+    }
+    if (chosen.empty()) return absl::NotFoundError("no usable GPU");
+  }
+  for (const int index : chosen) {
+    if (index >= count) {
+      return absl::NotFoundError(absl::StrCat("--device=cuda:", index, ": the driver shows ", count, " GPUs"));
+    }
+    SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> device,
+                           CudaDevice::Open(library, index, MakeDeviceOptions(), metrics_.get()));
+    devices_.push_back(std::move(device));
+  }
+  return absl::OkStatus();
+}
+
+void App::WatchDevices() {
+  for (const auto& device : devices_) {
+    device->OnLost([this, id = device->id()] {
+      LogError("device lost", {{"device", id}});
+      device_failed_.store(true);
+      rpc_server_->SetNotServing();
+      if (on_device_failure_ != nullptr) on_device_failure_();
+    });
+  }
 }
 
 absl::Status App::StartMetricsEndpoint() {
@@ -166,6 +215,8 @@ absl::Status App::LoadAndServe() {
     LogInfo("layers loaded", {{"count", loaded}, {"seconds", absl::ToDoubleSeconds(absl::Now() - started)}});
   }
   rpc_server_->SetServing();
+  // A device may have been lost on the way.
+  if (device_failed_.load()) rpc_server_->SetNotServing();
   return absl::OkStatus();
 }
 
@@ -185,6 +236,7 @@ bool App::Drain() {
 
 App::~App() {
   // Against the order of dependence: nothing may call what is gone.
+  for (const auto& device : devices_) device->OnLost(nullptr);
   metrics_endpoint_.reset();
   rpc_server_.reset();
   blocking_.reset();

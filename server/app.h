@@ -3,6 +3,8 @@
 #ifndef SPMMD_SERVER_APP_H_
 #define SPMMD_SERVER_APP_H_
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,7 +28,9 @@ class App {
  public:
   // Devices are there, endpoints listen, health says NOT_SERVING. FAILED_PRECONDITION when the backend asked for cannot
   // be used; UNAVAILABLE for an endpoint that cannot be listened on; errors of the files that options name.
-  static absl::StatusOr<std::unique_ptr<App>> Start(const Options& options);
+  // `on_device_failure` runs when a device is lost for good, on any thread, after health says NOT_SERVING.
+  static absl::StatusOr<std::unique_ptr<App>> Start(const Options& options,
+                                                    std::function<void()> on_device_failure = nullptr);
   ~App();
   App(const App&) = delete;
   App& operator=(const App&) = delete;
@@ -36,6 +40,9 @@ class App {
 
   // Health says NOT_SERVING, then, after drain_delay, calls in flight end. True when all ended by themselves.
   bool Drain();
+
+  // A device was lost.
+  bool device_failed() const { return device_failed_.load(); }
 
   // "spmmd ready grpc=ADDR metrics=ADDR backend=B devices=D"; several addresses are joined by commas, "off" is none.
   std::string ReadyLine() const;
@@ -48,12 +55,17 @@ class App {
   Engine& engine() { return *engine_; }
 
  private:
-  explicit App(Options options);
+  App(Options options, std::function<void()> on_device_failure);
   absl::Status Init();
   absl::Status StartDevices();
+  absl::Status StartGpus();
+  DeviceOptions MakeDeviceOptions() const;
+  void WatchDevices();
   absl::Status StartMetricsEndpoint();
 
   const Options options_;
+  const std::function<void()> on_device_failure_;
+  std::atomic<bool> device_failed_{false};
   std::shared_ptr<Metrics> metrics_;
   std::string backend_;
   std::vector<std::unique_ptr<Device>> devices_;

@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -74,6 +75,8 @@ class Signals {
   // From here on a signal means a drain.
   void Serving() { serving_.store(true); }
   void Wait() { stop_.WaitForNotification(); }
+  // As a first signal would. From any thread.
+  static void Stop() { PassOnSignal(SIGTERM); }
 
  private:
   [[noreturn]] void Loop() {
@@ -119,7 +122,9 @@ LogLevel LevelOf(const std::string& name) {
   auto* const signals = new Signals;  // lives as long as the process: its thread is never joined
   RouteGrpcLog();
 
-  auto app = App::Start(options);
+  std::function<void()> on_device_failure;
+  if (options.exit_on_device_failure) on_device_failure = Signals::Stop;
+  auto app = App::Start(options, on_device_failure);
   if (!app.ok()) Fail(kExitFailure, std::string(app.status().message()));
   if (const absl::Status status = (*app)->LoadAndServe(); !status.ok()) {
     Fail(kExitFailure, std::string(status.message()));
@@ -129,7 +134,7 @@ LogLevel LevelOf(const std::string& name) {
   std::fflush(stdout);
   signals->Wait();
   (*app)->Drain();
-  Leave(EXIT_SUCCESS);
+  Leave(options.exit_on_device_failure && (*app)->device_failed() ? kExitFailure : EXIT_SUCCESS);
 }
 
 int Main(int argc, const char* const* argv) {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
@@ -44,6 +45,8 @@ struct Flags {
   double sparsity = 0.5;
   int iterations = 2000;
   double seconds = 5;  // at most, for one row
+  std::vector<int> callers;
+  std::string backend = "auto";
   std::string csv;
 };
 
@@ -84,14 +87,19 @@ class EchoService final : public grpc::CallbackGenericService {
   }
 };
 
-[[noreturn]] void RunServers(const std::string& spmmd_address, const std::string& echo_address) {
+[[noreturn]] void RunServers(const Flags& flags, const std::string& spmmd_address, const std::string& echo_address) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  auto options = MakeOptions({});
+  spmm::config::v1::ServerConfig config;
+  config.set_backend(flags.backend);
+  auto options = MakeOptions(config);
   options->listen = {spmmd_address};
   options->metrics_listen.clear();
   options->max_message_bytes = uint64_t{512} << 20;
   auto app = App::Start(*options);
-  if (!app.ok() || !(*app)->LoadAndServe().ok()) std::_Exit(1);
+  if (!app.ok() || !(*app)->LoadAndServe().ok()) {
+    std::fprintf(stderr, "the server does not start: %s\n", std::string(app.status().message()).c_str());
+    std::_Exit(1);
+  }
   EchoService echo;
   grpc::ServerBuilder builder;
   builder.RegisterCallbackGenericService(&echo);
@@ -242,6 +250,82 @@ void Print(std::FILE* out, const Row& row, double echo_p50, bool csv) {
   std::fputs(line.c_str(), out);
 }
 
+// `callers` calls in flight at all times, each started when another ends.
+class Crowd {
+ public:
+  Crowd(const std::string& address, int callers, const grpc::ByteBuffer& request)
+      : stub_(grpc::CreateChannel(address, grpc::InsecureChannelCredentials())), request_(request), slots_(callers) {}
+
+  // Calls a second.
+  double Run(double seconds) {
+    const auto start = std::chrono::steady_clock::now();
+    end_ =
+        start + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+    open_ = static_cast<int>(slots_.size());
+    for (Slot& slot : slots_) Start(slot);
+    ended_.get_future().wait();
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    for (const Slot& slot : slots_) latencies_.insert(latencies_.end(), slot.latencies.begin(), slot.latencies.end());
+    return static_cast<double>(latencies_.size()) / elapsed.count();
+  }
+  const std::vector<double>& latencies() const { return latencies_; }
+  int failures() const { return failures_; }
+
+ private:
+  struct Slot {
+    std::unique_ptr<grpc::ClientContext> context;
+    grpc::ByteBuffer response;
+    std::vector<double> latencies;
+  };
+
+  void Start(Slot& slot) {
+    slot.context = std::make_unique<grpc::ClientContext>();
+    const auto start = std::chrono::steady_clock::now();
+    stub_.UnaryCall(slot.context.get(), "/spmm.v1.SparseMatmul/Execute", grpc::StubOptions(), &request_, &slot.response,
+                    [this, &slot, start](const grpc::Status& status) {
+                      const auto now = std::chrono::steady_clock::now();
+                      if (status.ok()) {
+                        slot.latencies.push_back(std::chrono::duration<double>(now - start).count());
+                      } else {
+                        failures_.fetch_add(1);
+                      }
+                      if (now < end_) {
+                        Start(slot);
+                      } else if (open_.fetch_sub(1) == 1) {
+                        ended_.set_value();
+                      }
+                    });
+  }
+
+  grpc::GenericStub stub_;
+  const grpc::ByteBuffer& request_;
+  std::vector<Slot> slots_;
+  std::chrono::steady_clock::time_point end_;
+  std::atomic<int> open_{0};
+  std::atomic<int> failures_{0};
+  std::promise<void> ended_;
+  std::vector<double> latencies_;
+};
+
+int RunCrowds(const Flags& flags, const std::string& address) {
+  if (flags.callers.empty()) return 0;
+  const grpc::ByteBuffer request = ToBytes(MakeRequest(flags, 1));
+  std::printf("%-22s %5s %12s %9s %9s %7s\n", "row", "N", "calls/s", "p50", "p99", "x one");
+  double one = 0;
+  for (const int callers : flags.callers) {
+    Crowd crowd(address, callers, request);
+    const double rate = crowd.Run(flags.seconds);
+    if (crowd.failures() > 0) {
+      std::fprintf(stderr, "%d calls failed\n", crowd.failures());
+      return 1;
+    }
+    if (one == 0) one = rate;
+    std::printf("%-22s %5d %12.0f %9.1f %9.1f %7.2f\n", absl::StrCat(callers, " callers").c_str(), 1, rate,
+                Quantile(crowd.latencies(), 0.5) * 1e6, Quantile(crowd.latencies(), 0.99) * 1e6, rate / one);
+  }
+  return 0;
+}
+
 int RunClient(const Flags& flags, const std::string& spmmd_address, const std::string& echo_address) {
   if (!RegisterLayer(spmmd_address, flags)) return 1;
   std::FILE* const csv = flags.csv.empty() ? nullptr : std::fopen(flags.csv.c_str(), "w");
@@ -335,7 +419,7 @@ int RunClient(const Flags& flags, const std::string& spmmd_address, const std::s
     if (csv != nullptr) Print(csv, streamed, again_p50, /*csv=*/true);
   }
   if (csv != nullptr) std::fclose(csv);
-  return 0;
+  return RunCrowds(flags, spmmd_address);
 }
 
 int Main(int argc, char** argv) {
@@ -347,6 +431,10 @@ int Main(int argc, char** argv) {
   app.add_option("--sparsity", flags.sparsity, "Share of zeros")->check(CLI::Range(0.0, 1.0));
   app.add_option("--iterations", flags.iterations, "Calls of each row, at most")->check(CLI::Range(10, 1000000));
   app.add_option("--seconds", flags.seconds, "Time of each pair of rows, at most")->check(CLI::Range(0.1, 3600.0));
+  app.add_option("--callers", flags.callers, "Then: calls of one token in flight at a time; the first is the measure")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 4096));
+  app.add_option("--backend", flags.backend, "auto, cpu or cuda");
   app.add_option("--csv", flags.csv, "Also write the rows here");
   CLI11_PARSE(app, argc, argv);
 
@@ -356,7 +444,7 @@ int Main(int argc, char** argv) {
   const std::string echo_address = absl::StrCat("unix:", directory, "/echo");
   // Before anything of gRPC runs: it does not survive a fork.
   const pid_t server = fork();
-  if (server == 0) RunServers(spmmd_address, echo_address);
+  if (server == 0) RunServers(flags, spmmd_address, echo_address);
   const int result = RunClient(flags, spmmd_address, echo_address);
   kill(server, SIGKILL);
   waitpid(server, nullptr, 0);

@@ -268,7 +268,8 @@ std::shared_ptr<const ServedLayer> LayerCatalog::Publish(const pb::LayerSpec& sp
   Name& name = names_[spec.name()];
   if (!name.versions.empty()) {
     const std::shared_ptr<const ServedLayer>& newest = name.versions.begin()->second;
-    if (newest->shared_content() == content && SameThreshold(spec, newest->activation_threshold())) {
+    if (newest->shared_content() == content && SameThreshold(spec, newest->activation_threshold()) &&
+        newest->deterministic() == spec.deterministic()) {
       if (spec.pin()) newest->set_pinned(true);
       return newest;
     }

@@ -26,6 +26,7 @@ ServedLayer::ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared
       placement_(spec.placement()),
       activation_threshold_(spec.has_activation_threshold() ? std::optional<float>(spec.activation_threshold())
                                                             : std::nullopt),
+      deterministic_(spec.deterministic()),
       created_(created),
       metrics_(metrics),
       content_(std::move(content)),
@@ -63,6 +64,7 @@ void ServedLayer::Describe(bool full, pb::Layer* out) const {
   out->set_dense_bytes(static_cast<uint64_t>(content.m * content.k) * SizeOf(content.dtype));
   out->set_has_bias(content.has_bias);
   if (activation_threshold_.has_value()) out->set_activation_threshold(*activation_threshold_);
+  out->set_deterministic(deterministic_);
   out->set_placement(placement_);
   for (const LayerContent::Copy& copy : content.copies) {
     pb::LayerResidency& residency = *out->add_residency();

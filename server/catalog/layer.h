@@ -64,6 +64,7 @@ class ServedLayer {
   const LayerContent& content() const { return *content_; }
   const std::shared_ptr<const LayerContent>& shared_content() const { return content_; }
   const std::optional<float>& activation_threshold() const { return activation_threshold_; }
+  bool deterministic() const { return deterministic_; }
   bool pinned() const { return pinned_.load(std::memory_order_relaxed); }
   void set_pinned(bool pinned) const { pinned_.store(pinned, std::memory_order_relaxed); }
   // Replaces the measured table.
@@ -78,6 +79,7 @@ class ServedLayer {
   const int64_t version_;
   const pb::Placement placement_;
   const std::optional<float> activation_threshold_;
+  const bool deterministic_;
   const absl::Time created_;
   Metrics* const metrics_;
   std::shared_ptr<const LayerContent> content_;

@@ -129,8 +129,13 @@ absl::Status CheckSpec(const pb::LayerSpec& spec, bool complete) {
 }
 
 absl::Status CheckFormat(const pb::LayerSpec& spec, const Device& device) {
+  const std::optional<DType> stored = FromProto(spec.store_dtype());
+  if (stored.has_value() && !device.CanStore(*stored)) {
+    return FieldError("spec.store_dtype", absl::StrCat("backend ", device.backend(), " has no kernel for ",
+                                                       std::string(Name(*stored)), " weights; set F16 or BF16"));
+  }
   if (spec.format() == pb::FORMAT_UNSPECIFIED) return absl::OkStatus();
-  const Format format = FromProto(spec.format()).value_or(Format::kDense);
+  const Format format = device.Layout(FromProto(spec.format()).value_or(Format::kDense));
   const bool holds_fp32 = format == Format::kDense || format == Format::kBitmap;
   if (spec.store_dtype() == pb::DATA_TYPE_F32 && !holds_fp32) {
     return FieldError("spec.format",
@@ -181,8 +186,11 @@ uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device) {
   const DType dtype = FromProto(spec.store_dtype()).value_or(DType::kF32);
   const int64_t max_nnz = MaxNnz(spec);
   // AUTO picks the denser format only when it is no larger than what the bound on the nonzeros gives.
+  const std::optional<Format> asked = FromProto(spec.format());
   const Format format =
-      FromProto(spec.format()).value_or(device.ChooseFormat(dtype, spec.m(), spec.k(), max_nnz).format);
+      asked.has_value()
+          ? device.Layout(*asked)
+          : device.ChooseFormat({dtype, spec.m(), spec.k(), max_nnz, spec.has_activation_threshold()}).format;
   const uint64_t bias = spec.has_bias() ? static_cast<uint64_t>(spec.m()) * sizeof(float) : 0;
   return device.EstimateBytes(format, dtype, spec.m(), spec.k(), max_nnz) + bias;
 }
@@ -204,8 +212,14 @@ std::string ContentKey(const pb::LayerSpec& spec, absl::string_view xxh3) {
   pb::LayerSpec shared = spec;
   shared.clear_name();
   shared.clear_file();
-  shared.clear_activation_threshold();
+  // AUTO may take another format for layers whose activations are sparse.
+  if (spec.has_activation_threshold() && spec.format() == pb::FORMAT_UNSPECIFIED) {
+    shared.set_activation_threshold(0);
+  } else {
+    shared.clear_activation_threshold();
+  }
   shared.clear_pin();
+  shared.clear_deterministic();
   shared.clear_content_xxh3();
   // No map fields, so that equal messages have equal bytes.
   return absl::StrCat(xxh3, shared.SerializeAsString());

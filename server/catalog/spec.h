@@ -40,8 +40,8 @@ uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device);
 // Content, the dense matrix made of it and its conversion.
 uint64_t EstimateHostBytes(const pb::LayerSpec& spec);
 
-// What content and options have in common that may be shared: layers of equal keys differ in name, version, threshold
-// and pin only.
+// What content and options have in common that may be shared: layers of equal keys differ in name, version, threshold,
+// pin and determinism only.
 std::string ContentKey(const pb::LayerSpec& spec, absl::string_view xxh3);
 
 // 32 lower-case hex digits.

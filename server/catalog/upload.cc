@@ -212,9 +212,10 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
 
   FormatChoice choice;
   if (spec_.format() == pb::FORMAT_UNSPECIFIED) {
-    choice = device_->ChooseFormat(weights.dtype(), weights.rows(), weights.cols(), ScanDense(weights.view()).nnz);
+    choice = device_->ChooseFormat({weights.dtype(), weights.rows(), weights.cols(), ScanDense(weights.view()).nnz,
+                                    spec_.has_activation_threshold()});
   } else {
-    choice = {*FromProto(spec_.format()), "Chosen by the caller."};
+    choice = {device_->Layout(*FromProto(spec_.format())), "Chosen by the caller."};
   }
   PackOptions pack_options;
   pack_options.allow_nonfinite = spec_.allow_nonfinite();

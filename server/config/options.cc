@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -163,6 +164,21 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.backend = config.backend() == "cpu"    ? BackendChoice::kCpu
                     : config.backend() == "cuda" ? BackendChoice::kCuda
                                                  : BackendChoice::kAuto;
+  for (const std::string& id : config.device()) {
+    int index = 0;
+    if (!absl::StartsWith(id, "cuda:") || !absl::SimpleAtoi(id.substr(5), &index) || index < 0) {
+      return absl::InvalidArgumentError(absl::StrCat("--device: '", id, "' is not of the form cuda:N"));
+    }
+    if (std::find(options.cuda_devices.begin(), options.cuda_devices.end(), index) != options.cuda_devices.end()) {
+      return absl::InvalidArgumentError(absl::StrCat("--device: '", id, "' is given twice"));
+    }
+    options.cuda_devices.push_back(index);
+  }
+  if (!options.cuda_devices.empty() && options.backend == BackendChoice::kCpu) {
+    return absl::InvalidArgumentError("--device: not with --backend=cpu");
+  }
+  options.cuda_library = config.cuda_library();
+  options.exit_on_device_failure = config.exit_on_device_failure();
   options.cpu_threads = config.cpu_threads();
   options.device_memory_fraction = config.device_memory_fraction();
   options.max_queue_depth = config.max_queue_depth();
@@ -191,6 +207,7 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
     return absl::InvalidArgumentError(absl::StrCat("--max-chunk-bytes: '", config.max_chunk_bytes(),
                                                    "' must be at least 1 and 1KiB below --max-message-bytes"));
   }
+  options.upload_idle_timeout = *ParseDurationText(config.upload_idle_timeout());
   options.keepalive_time = *ParseDurationText(config.keepalive_time());
   options.keepalive_timeout = *ParseDurationText(config.keepalive_timeout());
   options.keepalive_min_client_interval = *ParseDurationText(config.keepalive_min_client_interval());
@@ -207,7 +224,6 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.auth_token_file = config.auth_token_file();
   SPMMD_RETURN_IF_ERROR(CheckSecurity(options));
 
-  options.upload_idle_timeout = *ParseDurationText(config.upload_idle_timeout());
   options.log_level = config.log_level();
   options.log_format = config.log_format();
 

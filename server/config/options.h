@@ -28,6 +28,9 @@ struct Options {
   bool channelz = false;
 
   BackendChoice backend = BackendChoice::kAuto;
+  std::vector<int> cuda_devices;  // empty: all
+  std::string cuda_library;       // empty: searched for
+  bool exit_on_device_failure = false;
   int cpu_threads = 0;
   double device_memory_fraction = 0.9;
   absl::Duration max_queue_delay;
@@ -47,10 +50,10 @@ struct Options {
   uint64_t max_message_bytes = 0;
   uint64_t max_chunk_bytes = 0;
   int max_uploads = 0;
+  absl::Duration upload_idle_timeout;  // zero: none
   int max_stream_in_flight = 0;
   int max_programs = 0;
   int max_concurrent_streams = 0;
-  absl::Duration upload_idle_timeout;  // zero: none
 
   absl::Duration keepalive_time;  // zero: no pings
   absl::Duration keepalive_timeout;

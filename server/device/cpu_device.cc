@@ -93,7 +93,8 @@ CpuDevice::~CpuDevice() { Shutdown(); }
 
 bool CpuDevice::CanExecute(Format format) const { return cpu::CanExecute(format); }
 
-FormatChoice CpuDevice::ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const {
+FormatChoice CpuDevice::ChooseFormat(const FormatQuery& query) const {
+  const auto [dtype, m, k, nnz, sparse_activations] = query;
   const double density = static_cast<double>(nnz) / static_cast<double>(m * k);
   const uint64_t bitmap_bytes = bitmap::PackedBytes(dtype, m, k, nnz);
   const uint64_t dense_bytes = DenseBytes(dtype, m, k);
@@ -131,6 +132,6 @@ absl::StatusOr<DenseMatrix> CpuDevice::ReadBack(const ResidentLayer& layer) cons
   return Unpack(static_cast<const CpuLayer&>(layer).packed());
 }
 
-absl::Status CpuDevice::Run(Job& job) { return runner_->Run(job); }
+absl::Status CpuDevice::Run(absl::Span<Job* const> jobs) { return runner_->Run(jobs); }
 
 }  // namespace spmmd::server

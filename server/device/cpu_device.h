@@ -20,14 +20,14 @@ class CpuDevice : public Device {
   ~CpuDevice() override;
 
   bool CanExecute(Format format) const override;
-  FormatChoice ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const override;
+  FormatChoice ChooseFormat(const FormatQuery& query) const override;
   uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const override;
   absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
                                                       MemoryBudget::Reservation weights) override;
   absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const override;
 
  protected:
-  absl::Status Run(Job& job) override;
+  absl::Status Run(absl::Span<Job* const> jobs) override;
 
  private:
   ThreadPool& pool_;

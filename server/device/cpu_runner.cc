@@ -77,11 +77,58 @@ void Workspace::EndRun() {
   blocks_.resize(count);
 }
 
-absl::Status CpuRunner::Run(Job& job) {
-  const absl::Status status = job.rows == 0 ? absl::OkStatus() : GuardHostMemory([&] { return RunSteps(job); });
+absl::Status CpuRunner::Run(absl::Span<Job* const> jobs) {
+  const absl::Status status = GuardHostMemory([&]() -> absl::Status {
+    if (jobs.size() > 1) return RunJoined(jobs);
+    return jobs[0]->rows == 0 ? absl::OkStatus() : RunSteps(*jobs[0]);
+  });
   workspace_.EndRun();
   thresholded_.EndRun();
   return status;
+}
+
+absl::Status CpuRunner::RunJoined(absl::Span<Job* const> jobs) {
+  const Job& first = *jobs[0];
+  Job joined;
+  joined.plan = first.plan;
+  joined.layers = first.layers;
+  joined.step_cols = first.step_cols;
+  for (const Job* job : jobs) joined.rows += job->rows;
+  // Rows of a value without gaps, in the workspace.
+  const auto place = [&](DType dtype, int64_t cols) -> absl::StatusOr<MutableDenseView> {
+    SPMMD_ASSIGN_OR_RETURN(const int block, workspace_.Take(static_cast<uint64_t>(joined.rows * cols) * SizeOf(dtype)));
+    return MutableDenseView{workspace_.data(block), dtype, joined.rows, cols, cols};
+  };
+  for (size_t i = 0; i < first.inputs.size(); ++i) {
+    SPMMD_ASSIGN_OR_RETURN(const MutableDenseView x, place(first.inputs[i].dense.dtype, first.inputs[i].dense.cols));
+    int64_t row = 0;
+    for (const Job* job : jobs) {
+      const DenseView& from = job->inputs[i].dense;
+      SPMMD_RETURN_IF_ERROR(ConvertDense(from, {x.row(row), x.dtype, from.rows, x.cols, x.row_stride}));
+      row += from.rows;
+    }
+    joined.inputs.emplace_back().dense = x.Const();
+  }
+  for (const MutableDenseView& output : first.outputs) {
+    SPMMD_ASSIGN_OR_RETURN(const MutableDenseView y, place(output.dtype, output.cols));
+    joined.outputs.push_back(y);
+  }
+  SPMMD_RETURN_IF_ERROR(RunSteps(joined));
+  for (size_t o = 0; o < joined.outputs.size(); ++o) {
+    const MutableDenseView& y = joined.outputs[o];
+    int64_t row = 0;
+    for (Job* job : jobs) {
+      const MutableDenseView& to = job->outputs[o];
+      SPMMD_RETURN_IF_ERROR(ConvertDense({y.row(row), y.dtype, to.rows, y.cols, y.row_stride}, to));
+      row += to.rows;
+    }
+  }
+  for (Job* job : jobs) {
+    job->kernel_time = joined.kernel_time;
+    job->kernel = joined.kernel;
+    job->kernel_bytes = joined.kernel_bytes;
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CpuRunner::RunSteps(Job& job) {

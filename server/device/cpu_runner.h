@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "kernels/base/buffer.h"
 #include "kernels/base/thread_pool.h"
 #include "kernels/cpu/matmul.h"
@@ -68,8 +69,8 @@ class CpuRunner {
   CpuRunner(std::string device, MemoryBudget* budget, ThreadPool* pool, Metrics* metrics)
       : device_(std::move(device)), pool_(*pool), metrics_(metrics), workspace_(budget), thresholded_(budget) {}
 
-  // Not thread-safe: the executor runs one job at a time.
-  absl::Status Run(Job& job);
+  // Not thread-safe: the executor runs one batch at a time.
+  absl::Status Run(absl::Span<Job* const> jobs);
 
  private:
   struct Value {
@@ -78,6 +79,8 @@ class CpuRunner {
     int block = -1;                      // of the workspace, or -1: memory of the request or the response
   };
 
+  // Several jobs as one: gathers their inputs, runs, and hands out the rows of the outputs.
+  absl::Status RunJoined(absl::Span<Job* const> jobs);
   absl::Status RunSteps(Job& job);
   absl::Status RunMatmul(const PlanStep& step, const Value& x, const MutableDenseView& y, Job& job);
   // Row by row through SpMspV.

@@ -9,7 +9,8 @@ namespace spmmd::server {
 namespace {
 
 uint64_t Limit(const DeviceOptions& options, uint64_t physical_memory) {
-  return options.memory_limit_bytes != 0 ? options.memory_limit_bytes : physical_memory / 10 * 9;
+  if (options.memory_limit_bytes != 0) return options.memory_limit_bytes;
+  return static_cast<uint64_t>(static_cast<double>(physical_memory) * options.memory_fraction);
 }
 
 }  // namespace
@@ -26,7 +27,7 @@ Device::~Device() = default;
 
 void Device::Start() {
   executor_ = std::make_unique<Executor>(
-      options_.queue, [this](Job& job) { return Run(job); }, metrics_);
+      options_.queue, [this](absl::Span<Job* const> jobs) { return Run(jobs); }, metrics_);
   metrics_->AddDevice(id_, [this] {
     DeviceSample sample;
     sample.weights_bytes = budget_.used(MemoryKind::kWeights);

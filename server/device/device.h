@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "kernels/format/packed_layer.h"
 #include "server/device/executor.h"
 #include "server/device/memory_budget.h"
@@ -46,6 +47,15 @@ class ResidentLayer {
   MemoryBudget::Reservation weights_;
 };
 
+// What AUTO looks at.
+struct FormatQuery {
+  DType dtype = DType::kF16;
+  int64_t m = 0;
+  int64_t k = 0;
+  int64_t nnz = 0;
+  bool sparse_activations = false;  // the layer has a default activation threshold
+};
+
 // The result of AUTO.
 struct FormatChoice {
   Format format = Format::kDense;
@@ -53,8 +63,9 @@ struct FormatChoice {
 };
 
 struct DeviceOptions {
-  // What layers, workspaces and staging may take; 0 takes a default share (90 %) of the physical memory.
+  // What layers, workspaces and staging may take; 0 takes `memory_fraction` of the physical memory.
   uint64_t memory_limit_bytes = 0;
+  double memory_fraction = 0.9;
   Executor::Options queue;
   // Measure read bandwidth at start (about 50 ms).
   bool measure_bandwidth = true;
@@ -70,14 +81,25 @@ class Device {
   const std::string& backend() const { return backend_; }  // "cpu"
   MemoryBudget& budget() { return budget_; }
   Executor& executor() { return *executor_; }
+  // False once an error has come from which the device does not recover.
   virtual bool healthy() const { return true; }
+  // `callback` runs once, on any thread, when the device stops being healthy; at once when it has already. Null: nobody
+  // any more, and the one set before is not running when this returns.
+  virtual void OnLost(std::function<void()> callback) { static_cast<void>(callback); }
   // Everything DeviceInfo answers.
   void Describe(pb::Device* out) const;
 
-  // Formats.
+  // Formats, as this backend lays them out.
   virtual bool CanExecute(Format format) const = 0;
-  // AUTO for a matrix of this type, shape and density.
-  virtual FormatChoice ChooseFormat(DType dtype, int64_t m, int64_t k, int64_t nnz) const = 0;
+  // The backend's own layout of a format that a caller asked for (BITMAP has one for each backend).
+  virtual Format Layout(Format format) const { return format; }
+  // Whether the backend executes weights of this type, in any format.
+  virtual bool CanStore(DType dtype) const {
+    static_cast<void>(dtype);
+    return true;
+  }
+  // AUTO.
+  virtual FormatChoice ChooseFormat(const FormatQuery& query) const = 0;
   // Upper bound of the device bytes that a layer takes, when it has at most `max_nnz` nonzeros; without a bias.
   virtual uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const = 0;
 
@@ -91,8 +113,9 @@ class Device {
  protected:
   Device(std::string id, std::string backend, DeviceOptions options, uint64_t physical_memory, Metrics* metrics);
 
-  // Executes one job on this device, alone. Called by the executor; returns the job's status and sets its kernel_time.
-  virtual absl::Status Run(Job& job) = 0;
+  // Executes jobs on this device in one go; nothing else runs meanwhile. Called by the executor; sets their kernel
+  // times. They have equal plans and layers and dense inputs of equal types, or there is only one.
+  virtual absl::Status Run(absl::Span<Job* const> jobs) = 0;
 
   // A derived class calls these at the end of its constructor and at the start of its destructor: the executor and the
   // scrape call virtual functions.

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/device/batch.h"
 #include "server/errors.h"
 
 namespace spmmd::server {
@@ -34,8 +35,10 @@ absl::Status CheckWanted(const Job& job, absl::Time now) {
   return absl::OkStatus();
 }
 
-Executor::Executor(Options options, std::function<absl::Status(Job&)> run, Metrics* metrics)
-    : options_(options), run_(std::move(run)), metrics_(metrics), thread_([this] { Loop(); }) {}
+Executor::Executor(Options options, Run run, Metrics* metrics)
+    : options_(options), run_(std::move(run)), metrics_(metrics) {
+  for (std::thread& thread : threads_) thread = std::thread([this] { Loop(); });
+}
 
 Executor::~Executor() { Stop(); }
 
@@ -48,18 +51,18 @@ void Executor::Submit(std::shared_ptr<Job> job) {
     refusal = Admit(*job);
     if (refusal.ok()) {
       ++unfinished_;
-      if (options_.run_inline && !busy_ && waiting_.empty()) {
+      const bool may_wait = options_.max_delay > absl::ZeroDuration() && job->joinable;
+      if (options_.run_inline && !busy_ && waiting_ == 0 && !may_wait) {
         busy_ = true;
         run_now = true;
       } else {
-        waiting_bytes_ += job->bytes;
-        waiting_.push_back(std::move(job));
+        Enqueue(std::move(job));
         if (!busy_) work_.Signal();
       }
     }
   }
   if (run_now) {
-    RunOne(job);
+    RunBatch({std::move(job)});
   } else if (!refusal.ok()) {
     metrics_->Rejected(ReasonOf(refusal));
     End(*job, std::move(refusal));
@@ -69,11 +72,11 @@ void Executor::Submit(std::shared_ptr<Job> job) {
 absl::Status Executor::Admit(const Job& job) const {
   if (stopping_) return Stopped();
   if (absl::Status wanted = CheckWanted(job, job.submitted); !wanted.ok()) return wanted;
-  if (!busy_ && waiting_.empty()) return absl::OkStatus();
-  if (static_cast<int64_t>(waiting_.size()) >= options_.max_depth) {
+  if (!busy_ && waiting_ == 0) return absl::OkStatus();
+  if (waiting_ >= options_.max_depth) {
     return Exhausted(reason::kQueueFull,
-                     absl::StrCat("queue full: ", waiting_.size(), " requests wait, limit ", options_.max_depth),
-                     RetryAfter(), {{"limit", absl::StrCat(options_.max_depth)}});
+                     absl::StrCat("queue full: ", waiting_, " requests wait, limit ", options_.max_depth), RetryAfter(),
+                     {{"limit", absl::StrCat(options_.max_depth)}});
   }
   if (waiting_bytes_ + job.bytes > options_.max_bytes) {
     return Exhausted(reason::kQueueBytes,
@@ -88,28 +91,114 @@ absl::Status Executor::Admit(const Job& job) const {
 }
 
 absl::Duration Executor::RetryAfter() const {
-  const absl::Duration wait = average_run_ * static_cast<int64_t>(waiting_.size() + 1);
+  const absl::Duration wait = average_run_ * (waiting_ + 1);
   return std::clamp(wait, absl::Milliseconds(1), absl::Seconds(5));
 }
 
-void Executor::RunOne(const std::shared_ptr<Job>& job) {
+void Executor::Enqueue(std::shared_ptr<Job> job) {
+  ++waiting_;
+  waiting_bytes_ += job->bytes;
+  Queue& queue = QueueOf(*job);
+  JobList& flow = queue.flows[job->flow];
+  if (flow.empty()) queue.turns.push_back(job->flow);
+  flow.push_back(std::move(job));
+}
+
+void Executor::Took(const Job& job) {
+  --waiting_;
+  waiting_bytes_ -= job.bytes;
+}
+
+absl::Time Executor::DueAt(const JobList& flow) const {
+  const Job& first = *flow.front();
+  if (options_.max_delay <= absl::ZeroDuration() || !first.joinable) return absl::InfinitePast();
+  int64_t tokens = 0;
+  for (const std::shared_ptr<Job>& job : flow) {
+    tokens += job->rows;
+    if (tokens >= options_.max_batch_tokens) return absl::InfinitePast();
+  }
+  // Not so late that the deadline passes while it waits.
+  return std::min(first.submitted + options_.max_delay, first.deadline - 2 * average_run_);
+}
+
+std::vector<std::shared_ptr<Job>> Executor::TakeBatch(absl::Time now, absl::Time* due) {
+  std::vector<std::shared_ptr<Job>> batch;
+  *due = absl::InfiniteFuture();
+  const bool background_first = foreground_turns_ >= kForegroundTurns;
+  for (const size_t priority : {background_first ? size_t{1} : size_t{0}, background_first ? size_t{0} : size_t{1}}) {
+    Queue& queue = queues_[priority];
+    for (auto turn = queue.turns.begin(); turn != queue.turns.end(); ++turn) {
+      JobList& flow = queue.flows.find(*turn)->second;
+      if (const absl::Time at = DueAt(flow); at > now) {
+        *due = std::min(*due, at);
+        continue;
+      }
+      int64_t tokens = 0;
+      for (auto job = flow.begin(); job != flow.end();) {
+        const bool joins =
+            batch.empty() || (tokens + (*job)->rows <= options_.max_batch_tokens && CanJoin(*batch.front(), **job));
+        if (!joins) {
+          ++job;
+          continue;
+        }
+        tokens += (*job)->rows;
+        Took(**job);
+        batch.push_back(std::move(*job));
+        job = flow.erase(job);
+        if (!batch.front()->joinable || tokens >= options_.max_batch_tokens) break;
+      }
+      if (flow.empty()) {
+        queue.flows.erase(*turn);
+        queue.turns.erase(turn);
+      } else {
+        queue.turns.splice(queue.turns.end(), queue.turns, turn);
+      }
+      foreground_turns_ = priority == 1 || queues_[1].turns.empty() ? 0 : foreground_turns_ + 1;
+      return batch;
+    }
+  }
+  return batch;
+}
+
+void Executor::RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) {
   const absl::Time started = absl::Now();
-  job->queue_time = started - job->submitted;
-  absl::Status status = CheckWanted(*job, started);
-  if (status.ok()) {
-    metrics_->RequestQueued(job->queue_time);
-    status = run_(*job);
-  } else {
-    metrics_->Rejected(ReasonOf(status));
+  std::vector<Job*> wanted;
+  std::vector<absl::Status> results(jobs.size());
+  wanted.reserve(jobs.size());
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    Job& job = *jobs[i];
+    job.queue_time = started - job.submitted;
+    results[i] = CheckWanted(job, started);
+    if (results[i].ok()) {
+      metrics_->RequestQueued(job.queue_time);
+      wanted.push_back(&job);
+    } else {
+      metrics_->Rejected(ReasonOf(results[i]));
+    }
+  }
+  absl::Status status;
+  bool alone = false;
+  if (!wanted.empty()) status = run_(wanted);
+  if (!status.ok() && wanted.size() > 1 && !absl::IsUnavailable(status)) alone = true;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    if (!results[i].ok()) continue;
+    if (alone) {
+      Job* const job[] = {jobs[i].get()};
+      job[0]->kernel_time = absl::ZeroDuration();
+      results[i] = CheckWanted(*job[0], absl::Now());
+      if (results[i].ok()) results[i] = run_(job);
+    } else {
+      results[i] = status;
+    }
   }
   const absl::Duration took = absl::Now() - started;
   {
     absl::MutexLock lock(&mutex_);
-    average_run_ += (took - average_run_) / 8;
+    average_run_ += (took / static_cast<int64_t>(jobs.size()) - average_run_) / 8;
     busy_ = false;
-    if (!waiting_.empty()) work_.Signal();
+    if (waiting_ > 0) work_.Signal();
   }
-  Finish(*job, std::move(status));
+  for (size_t i = 0; i < jobs.size(); ++i) Finish(*jobs[i], std::move(results[i]));
 }
 
 void Executor::Finish(Job& job, absl::Status status) {
@@ -122,10 +211,17 @@ void Executor::Cancel(const std::shared_ptr<Job>& job, const absl::Status& statu
   job->cancelled.store(true, std::memory_order_relaxed);
   {
     absl::MutexLock lock(&mutex_);
-    const auto it = std::find(waiting_.begin(), waiting_.end(), job);
-    if (it == waiting_.end()) return;
-    waiting_.erase(it);
-    waiting_bytes_ -= job->bytes;
+    Queue& queue = QueueOf(*job);
+    const auto flow = queue.flows.find(job->flow);
+    if (flow == queue.flows.end()) return;
+    const auto it = std::find(flow->second.begin(), flow->second.end(), job);
+    if (it == flow->second.end()) return;
+    flow->second.erase(it);
+    Took(*job);
+    if (flow->second.empty()) {
+      queue.turns.remove(flow->first);
+      queue.flows.erase(flow);
+    }
   }
   metrics_->Rejected(ReasonOf(status));
   job->queue_time = absl::Now() - job->submitted;
@@ -138,11 +234,16 @@ void Executor::Drain() {
 }
 
 void Executor::Stop() {
-  std::list<std::shared_ptr<Job>> dropped;
+  JobList dropped;
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
-    dropped.swap(waiting_);
+    for (Queue& queue : queues_) {
+      for (auto& [key, flow] : queue.flows) dropped.splice(dropped.end(), flow);
+      queue.flows.clear();
+      queue.turns.clear();
+    }
+    waiting_ = 0;
     waiting_bytes_ = 0;
     work_.SignalAll();
     idle_.SignalAll();
@@ -155,12 +256,14 @@ void Executor::Stop() {
     absl::MutexLock lock(&mutex_);
     while (unfinished_ > 0) idle_.Wait(&mutex_);
   }
-  if (thread_.joinable()) thread_.join();
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
 }
 
 int64_t Executor::depth() const {
   absl::MutexLock lock(&mutex_);
-  return static_cast<int64_t>(waiting_.size());
+  return waiting_;
 }
 
 uint64_t Executor::bytes() const {
@@ -168,19 +271,30 @@ uint64_t Executor::bytes() const {
   return waiting_bytes_;
 }
 
+int64_t Executor::unfinished() const {
+  absl::MutexLock lock(&mutex_);
+  return unfinished_;
+}
+
 void Executor::Loop() {
   while (true) {
-    std::shared_ptr<Job> job;
+    std::vector<std::shared_ptr<Job>> batch;
     {
       absl::MutexLock lock(&mutex_);
-      while (!stopping_ && (busy_ || waiting_.empty())) work_.Wait(&mutex_);
-      if (stopping_) return;
-      job = std::move(waiting_.front());
-      waiting_.pop_front();
-      waiting_bytes_ -= job->bytes;
+      while (true) {
+        if (stopping_) return;
+        absl::Time due = absl::InfiniteFuture();
+        if (!busy_ && waiting_ > 0) batch = TakeBatch(absl::Now(), &due);
+        if (!batch.empty()) break;
+        if (due == absl::InfiniteFuture()) {
+          work_.Wait(&mutex_);
+        } else {
+          work_.WaitWithTimeout(&mutex_, due - absl::Now());
+        }
+      }
       busy_ = true;
     }
-    RunOne(job);
+    RunBatch(batch);
   }
 }
 

@@ -1,21 +1,29 @@
-// The bounded queue in front of a device and the thread that empties it.
+// The bounded queue in front of a device and the threads that empty it.
 //
 // A job submitted while the device is idle runs on the submitting thread: a single small request pays no hand-off at
-// all. Otherwise it waits its turn; the executor thread takes over as soon as the running job ends. At most one job
-// runs at a time. Deadlines and cancellation are checked when a job is submitted and again before it runs; a cancelled
-// job leaves the queue at once.
+// all. Otherwise it waits its turn. At most one batch runs at a time; while it does, what waits becomes the next ones:
+// jobs that can share a launch (batch.h) are joined up to a number of tokens. Deadlines and cancellation are checked
+// when a job is submitted and again before it runs; a cancelled job leaves the queue at once.
+//
+// Fairness. Jobs wait by flow (the layers that they use); flows take turns, a batch each, and jobs of one flow keep
+// their order but for those that join an earlier one. Background jobs run when no other waits, and every ninth turn.
 #ifndef SPMMD_SERVER_DEVICE_EXECUTOR_H_
 #define SPMMD_SERVER_DEVICE_EXECUTOR_H_
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "server/engine/plan.h"
 #include "server/metrics/metrics.h"
 
@@ -31,10 +39,18 @@ class Executor {
     int64_t max_depth = 1024;                          // jobs waiting; >= 0 (0: nothing may wait)
     uint64_t max_bytes = uint64_t{256} * 1024 * 1024;  // of all jobs waiting
     bool run_inline = true;                            // on the submitting thread when idle
+    int64_t max_batch_tokens = 512;                    // rows of a batch of several jobs
+    // How long a job that could share a launch may wait for others while the device is idle.
+    absl::Duration max_delay = absl::ZeroDuration();
   };
+  // Executes jobs that can share a launch, or one.
+  using Run = std::function<absl::Status(absl::Span<Job* const>)>;
 
-  // `run` executes one job and returns its status. `metrics` must outlive this object.
-  Executor(Options options, std::function<absl::Status(Job&)> run, Metrics* metrics);
+  // Runs of the other jobs for one of the background jobs, while both wait.
+  static constexpr int kForegroundTurns = 8;
+
+  // `metrics` must outlive this object.
+  Executor(Options options, Run run, Metrics* metrics);
   // Stops: see Stop().
   ~Executor();
   Executor(const Executor&) = delete;
@@ -42,7 +58,8 @@ class Executor {
 
   // Takes the job; its `done` is called exactly once, possibly before Submit returns (run inline, refused, expired).
   // Refusals: RESOURCE_EXHAUSTED (QUEUE_FULL, QUEUE_BYTES) with RetryInfo, DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE
-  // after Stop().
+  // after Stop(). When a batch fails, its jobs run again, each alone, so that every one gets its own error; but for
+  // UNAVAILABLE, which is the device's.
   void Submit(std::shared_ptr<Job> job);
 
   // Takes a waiting job out of the queue and ends it with `status`; a running one stops before its next launch. No
@@ -51,37 +68,56 @@ class Executor {
 
   // Waits until nothing waits or runs and every `done` has returned. Not from within a `done`.
   void Drain();
-  // Ends waiting jobs with UNAVAILABLE, waits for the running one and joins the thread. Idempotent.
+  // Ends waiting jobs with UNAVAILABLE, waits for the running ones and joins the threads. Idempotent.
   void Stop();
 
   const Options& options() const { return options_; }
   int64_t depth() const;
   uint64_t bytes() const;
+  // Jobs that wait or run: how busy the device is.
+  int64_t unfinished() const;
 
  private:
+  using JobList = std::list<std::shared_ptr<Job>>;
+  // The waiting jobs of one priority.
+  struct Queue {
+    absl::flat_hash_map<const void*, JobList> flows;  // none of them empty
+    std::list<const void*> turns;                     // every flow once
+  };
+
   void Loop();
-  // Runs the job that holds the device, gives the device back and ends the job.
-  void RunOne(const std::shared_ptr<Job>& job) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Runs jobs that hold the device, gives the device back and ends them.
+  void RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) ABSL_LOCKS_EXCLUDED(mutex_);
   void Finish(Job& job, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
   // Why the job must not wait, or OK.
   absl::Status Admit(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Enqueue(std::shared_ptr<Job> job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Queue& QueueOf(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return queues_[job.background ? 1 : 0]; }
+  // The next batch, taken out of the queue; empty when none is due before `*due`.
+  std::vector<std::shared_ptr<Job>> TakeBatch(absl::Time now, absl::Time* due) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // When the first job of a flow has waited long enough for others to join it.
+  absl::Time DueAt(const JobList& flow) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Took(const Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // When a refused caller may expect a place: the time that the jobs waiting will take.
   absl::Duration RetryAfter() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const Options options_;
-  const std::function<absl::Status(Job&)> run_;
+  const Run run_;
   Metrics* const metrics_;
 
   mutable absl::Mutex mutex_;
-  absl::CondVar work_;  // for the thread: a job waits and the device is free
-  absl::CondVar idle_;  // for Drain and Stop: the last job ended
-  std::list<std::shared_ptr<Job>> waiting_ ABSL_GUARDED_BY(mutex_);
+  absl::CondVar work_;                                   // for the threads: a job waits and the device is free
+  absl::CondVar idle_;                                   // for Drain and Stop: the last job ended
+  std::array<Queue, 2> queues_ ABSL_GUARDED_BY(mutex_);  // the second: background
+  int64_t waiting_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t waiting_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;  // taken, `done` not returned yet
+  int64_t unfinished_ ABSL_GUARDED_BY(mutex_) = 0;    // taken, `done` not returned yet
+  int foreground_turns_ ABSL_GUARDED_BY(mutex_) = 0;  // since a background job ran
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Duration average_run_ ABSL_GUARDED_BY(mutex_) = absl::ZeroDuration();
-  std::thread thread_;
+  absl::Duration average_run_ ABSL_GUARDED_BY(mutex_) = absl::ZeroDuration();  // of one job
+  // Two, so that one can start the next batch while the other still hands out the results of the last.
+  std::array<std::thread, 2> threads_;
 };
 
 }  // namespace spmmd::server

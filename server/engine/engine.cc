@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
@@ -92,7 +93,21 @@ absl::Status Engine::Prepare(const pb::ExecuteRequest& request, pb::ExecuteRespo
                      absl::StrCat("device ", job->plan->device->id(), " is lost"));
   }
   SPMMD_RETURN_IF_ERROR(BindInputs(request, *job->plan, options_.max_tokens, job));
+  SPMMD_RETURN_IF_ERROR(Schedule(request, job));
   return AllocateOutputs(*job->plan, response, job);
+}
+
+absl::Status Engine::Schedule(const pb::ExecuteRequest& request, Job* job) const {
+  if (!pb::Priority_IsValid(request.priority())) {
+    return FieldError("priority", absl::StrCat("unknown value ", static_cast<int>(request.priority())));
+  }
+  job->background = request.priority() == pb::PRIORITY_BACKGROUND;
+  job->flow = job->leases.empty() ? nullptr : job->leases.front().get();
+  const auto dense = [](const InputValue& input) { return !input.sparse.has_value(); };
+  const auto shareable = [](const std::shared_ptr<const ServedLayer>& layer) { return !layer->deterministic(); };
+  job->joinable = job->rows > 0 && job->rows < options_.max_batch_tokens && absl::c_all_of(job->inputs, dense) &&
+                  absl::c_all_of(job->leases, shareable);
+  return absl::OkStatus();
 }
 
 absl::Status Engine::BindPlan(const pb::ExecuteRequest& request, Job* job) {
@@ -211,7 +226,7 @@ void Engine::DescribeServer(pb::ServerInfoResponse* response) const {
   limits.set_max_tokens(options_.max_tokens);
   limits.set_max_queue_depth(first.executor().options().max_depth);
   limits.set_max_queue_bytes(first.executor().options().max_bytes);
-  limits.set_max_batch_tokens(options_.max_tokens);
+  limits.set_max_batch_tokens(options_.max_batch_tokens);
 }
 
 void Engine::Drain() {

@@ -28,6 +28,7 @@ class Engine {
     int64_t max_tokens = 65536;                     // N of one request
     uint64_t max_output_bytes = uint64_t{1} << 30;  // of all outputs of one request
     int64_t max_programs = 10000;                   // registered at a time
+    int64_t max_batch_tokens = 512;                 // as the devices' executors have it
   };
 
   // Handle of one Execute, for Cancel only. Null when it has ended already.
@@ -78,6 +79,8 @@ class Engine {
 
   // Plans (or looks up) the program, takes leases on its layers and binds inputs and outputs.
   absl::Status Prepare(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, Job* job);
+  // Sets what the queue goes by: flow, priority, whether the job may share a launch.
+  absl::Status Schedule(const pb::ExecuteRequest& request, Job* job) const;
   absl::Status BindPlan(const pb::ExecuteRequest& request, Job* job);
   absl::Status AllocateOutputs(const Plan& plan, pb::ExecuteResponse* response, Job* job);
   absl::StatusOr<std::shared_ptr<const Plan>> PlanOf(RegisteredProgram& registered);

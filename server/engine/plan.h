@@ -35,11 +35,15 @@ struct PlanStep {
   bool use_bias = false;                      // kMatmul of a layer that has one
   std::optional<float> activation_threshold;  // kMatmul: |x| <= this counts as zero
   int last_use = -1;                          // last step that reads this step's value; -1: none
+
+  bool operator==(const PlanStep&) const = default;
 };
 
 struct PlanOutput {
   int step = 0;
   DType dtype = DType::kF32;
+
+  bool operator==(const PlanOutput&) const = default;
 };
 
 // Immutable once planned; shared by all its runs. Holds no lease: a plan kept for later (a registered program) must not
@@ -85,6 +89,10 @@ struct Job {
   std::vector<MutableDenseView> outputs;                   // by Plan::outputs index
   uint64_t bytes = 0;                                      // of inputs and outputs, for admission
   absl::Time deadline = absl::InfiniteFuture();
+  // Jobs of one flow share a place in the round of a device's queue. Any address: only its identity counts.
+  const void* flow = nullptr;
+  bool background = false;  // runs when nothing else waits
+  bool joinable = false;    // may share a launch with others along N
   // Called exactly once, on the submitting thread, on the device's executor thread or on the thread that cancels.
   absl::AnyInvocable<void(absl::Status)> done;
 

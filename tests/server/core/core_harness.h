@@ -61,14 +61,14 @@ class HeldDevice final : public CpuDevice {
   }
 
  protected:
-  absl::Status Run(Job& job) override {
+  absl::Status Run(absl::Span<Job* const> jobs) override {
     {
       absl::MutexLock lock(&mutex_);
       ++runs_;
       changed_.SignalAll();
       while (held_) changed_.Wait(&mutex_);
     }
-    return CpuDevice::Run(job);
+    return CpuDevice::Run(jobs);
   }
 
  private:
@@ -171,6 +171,38 @@ inline std::optional<double> Series(const Metrics& metrics, const std::string& s
   return std::nullopt;
 }
 
+inline absl::StatusOr<pb::Layer> RegisterIn(LayerCatalog& catalog, const pb::LayerSpec& spec, const DenseView& w,
+                                            const std::vector<float>& bias = {}) {
+  absl::StatusOr<std::shared_ptr<Upload>> upload = catalog.Begin(spec);
+  if (!upload.ok()) return upload.status();
+  if ((*upload)->accepted().content_needed()) {
+    if (absl::Status s = AppendPart(**upload, pb::CONTENT_PART_VALUES, Bytes(w)); !s.ok()) return s;
+    if (absl::Status s = AppendPart(**upload, pb::CONTENT_PART_BIAS, Bytes(bias)); !s.ok()) return s;
+  }
+  return (*upload)->Finish();
+}
+
+inline absl::Status UnregisterFrom(LayerCatalog& catalog, const std::string& name, int64_t version = 0,
+                                   pb::UnregisterLayerResponse* response = nullptr) {
+  pb::UnregisterLayerRequest request;
+  request.mutable_layer()->set_name(name);
+  request.mutable_layer()->set_version(version);
+  pb::UnregisterLayerResponse ignored;
+  return catalog.Unregister(request, response != nullptr ? response : &ignored);
+}
+
+inline absl::Status ExecuteOn(Engine& engine, const pb::ExecuteRequest& request, pb::ExecuteResponse* response,
+                              absl::Time deadline = absl::InfiniteFuture()) {
+  absl::Status result;
+  absl::Notification finished;
+  engine.Execute(request, response, deadline, [&](absl::Status status) {
+    result = std::move(status);
+    finished.Notify();
+  });
+  finished.WaitForNotification();
+  return result;
+}
+
 struct CoreOptions {
   uint64_t device_memory = uint64_t{1} << 30;
   uint64_t upload_memory = uint64_t{1} << 30;
@@ -185,41 +217,27 @@ class Core {
  public:
   explicit Core(const CoreOptions& options = {})
       : device(DeviceOptionsOf(options), &metrics),
-        catalog({options.model_repository, options.upload_memory, options.max_chunk_bytes, options.max_layers},
+        catalog({.model_repository = options.model_repository,
+                 .upload_limit_bytes = options.upload_memory,
+                 .max_chunk_bytes = options.max_chunk_bytes,
+                 .max_layers = options.max_layers},
                 {&device}, &metrics),
         engine(options.engine, &catalog, &metrics) {}
 
   absl::StatusOr<pb::Layer> Register(const pb::LayerSpec& spec, const DenseView& w,
                                      const std::vector<float>& bias = {}) {
-    absl::StatusOr<std::shared_ptr<Upload>> upload = catalog.Begin(spec);
-    if (!upload.ok()) return upload.status();
-    if ((*upload)->accepted().content_needed()) {
-      if (absl::Status s = AppendPart(**upload, pb::CONTENT_PART_VALUES, Bytes(w)); !s.ok()) return s;
-      if (absl::Status s = AppendPart(**upload, pb::CONTENT_PART_BIAS, Bytes(bias)); !s.ok()) return s;
-    }
-    return (*upload)->Finish();
+    return RegisterIn(catalog, spec, w, bias);
   }
   absl::StatusOr<pb::Layer> Register(const std::string& name, const DenseView& w) {
     return Register(DenseSpec(name, w), w);
   }
   absl::Status Unregister(const std::string& name, int64_t version = 0,
                           pb::UnregisterLayerResponse* response = nullptr) {
-    pb::UnregisterLayerRequest request;
-    request.mutable_layer()->set_name(name);
-    request.mutable_layer()->set_version(version);
-    pb::UnregisterLayerResponse ignored;
-    return catalog.Unregister(request, response != nullptr ? response : &ignored);
+    return UnregisterFrom(catalog, name, version, response);
   }
   absl::Status Execute(const pb::ExecuteRequest& request, pb::ExecuteResponse* response,
                        absl::Time deadline = absl::InfiniteFuture()) {
-    absl::Status result;
-    absl::Notification finished;
-    engine.Execute(request, response, deadline, [&](absl::Status status) {
-      result = std::move(status);
-      finished.Notify();
-    });
-    finished.WaitForNotification();
-    return result;
+    return ExecuteOn(engine, request, response, deadline);
   }
 
   Metrics metrics{{.layer_label_cap = 1000, .bandwidth_window = absl::ZeroDuration()}};
@@ -232,6 +250,7 @@ class Core {
     DeviceOptions out;
     out.memory_limit_bytes = options.device_memory;
     out.queue = options.queue;
+    out.queue.max_batch_tokens = options.engine.max_batch_tokens;
     out.measure_bandwidth = false;
     return out;
   }

@@ -1,14 +1,21 @@
 #include "server/device/executor.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
+#include <map>
 #include <memory>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/synchronization/blocking_counter.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "server/errors.h"
@@ -41,21 +48,29 @@ struct Recorded {
   std::shared_ptr<Job> job;
 };
 
+// Runs the jobs of a batch one after the other.
+Executor::Run Each(std::function<absl::Status(Job&)> run) {
+  return [run = std::move(run)](absl::Span<Job* const> jobs) {
+    for (Job* job : jobs) {
+      if (absl::Status status = run(*job); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  };
+}
+
 // An executor whose first job runs, on a thread of its own, until Release().
 class ExecutorTest : public ::testing::Test {
  protected:
   void StartBusy(Executor::Options options) {
-    executor_ = std::make_unique<Executor>(
-        options,
-        [this](Job& job) {
-          launches_.fetch_add(1);
-          if (&job == first_.job.get()) {
-            running_.Notify();
-            release_.WaitForNotification();
-          }
-          return absl::OkStatus();
-        },
-        &metrics_);
+    executor_ = std::make_unique<Executor>(options, Each([this](Job& job) {
+                                             launches_.fetch_add(1);
+                                             if (&job == first_.job.get()) {
+                                               running_.Notify();
+                                               release_.WaitForNotification();
+                                             }
+                                             return absl::OkStatus();
+                                           }),
+                                           &metrics_);
     submitter_ = std::thread([this] { executor_->Submit(first_.job); });
     running_.WaitForNotification();
   }
@@ -76,13 +91,11 @@ class ExecutorTest : public ::testing::Test {
 
 TEST_F(ExecutorTest, IdleDeviceRunsOnTheSubmittingThread) {
   std::thread::id ran_on;
-  Executor executor(
-      {},
-      [&](Job&) {
-        ran_on = std::this_thread::get_id();
-        return absl::OkStatus();
-      },
-      &metrics_);
+  Executor executor({}, Each([&](Job&) {
+                      ran_on = std::this_thread::get_id();
+                      return absl::OkStatus();
+                    }),
+                    &metrics_);
   Recorded job;
   executor.Submit(job.job);
   EXPECT_EQ(job.state->ends, 1);  // already
@@ -94,13 +107,11 @@ TEST_F(ExecutorTest, WithoutInlineItRunsOnTheExecutorsThread) {
   std::thread::id ran_on;
   Executor::Options options;
   options.run_inline = false;
-  Executor executor(
-      options,
-      [&](Job&) {
-        ran_on = std::this_thread::get_id();
-        return absl::OkStatus();
-      },
-      &metrics_);
+  Executor executor(options, Each([&](Job&) {
+                      ran_on = std::this_thread::get_id();
+                      return absl::OkStatus();
+                    }),
+                    &metrics_);
   Recorded job;
   executor.Submit(job.job);
   EXPECT_TRUE(job.Wait().ok());
@@ -112,16 +123,14 @@ TEST_F(ExecutorTest, WaitingJobsRunInOrderOneAtATime) {
   std::atomic<int> at_once{0};
   absl::Notification go;
   std::atomic<int> next{0};
-  Executor executor(
-      {},
-      [&](Job& job) {
-        EXPECT_EQ(at_once.fetch_add(1), 0);
-        if (next.fetch_add(1) == 0) go.WaitForNotification();
-        order.push_back(static_cast<int>(job.bytes));
-        at_once.fetch_sub(1);
-        return absl::OkStatus();
-      },
-      &metrics_);
+  Executor executor({}, Each([&](Job& job) {
+                      EXPECT_EQ(at_once.fetch_add(1), 0);
+                      if (next.fetch_add(1) == 0) go.WaitForNotification();
+                      order.push_back(static_cast<int>(job.bytes));
+                      at_once.fetch_sub(1);
+                      return absl::OkStatus();
+                    }),
+                    &metrics_);
   std::vector<Recorded> jobs;
   for (int i = 0; i < 20; ++i) jobs.emplace_back(static_cast<uint64_t>(i));
   std::thread first([&] { executor.Submit(jobs[0].job); });
@@ -199,13 +208,11 @@ TEST_F(ExecutorTest, ExpiredJobsInTheQueueAreNotLaunched) {
 }
 
 TEST_F(ExecutorTest, ExpiredOnArrivalIsNotLaunched) {
-  Executor executor(
-      {},
-      [&](Job&) {
-        launches_.fetch_add(1);
-        return absl::OkStatus();
-      },
-      &metrics_);
+  Executor executor({}, Each([&](Job&) {
+                      launches_.fetch_add(1);
+                      return absl::OkStatus();
+                    }),
+                    &metrics_);
   Recorded late;
   late.job->deadline = absl::Now() - absl::Seconds(1);
   executor.Submit(late.job);
@@ -250,9 +257,9 @@ TEST_F(ExecutorTest, StopEndsWaitingJobsAsUnavailableAndLetsTheRunningOneFinish)
 TEST_F(ExecutorTest, EveryJobEndsExactlyOnceUnderChurn) {
   Executor::Options options;
   options.max_depth = 8;
-  Executor executor(
-      options, [](Job& job) { return job.bytes % 5 == 0 ? absl::InternalError("fails") : absl::OkStatus(); },
-      &metrics_);
+  Executor executor(options,
+                    Each([](Job& job) { return job.bytes % 5 == 0 ? absl::InternalError("fails") : absl::OkStatus(); }),
+                    &metrics_);
   constexpr int kThreads = 4;
   constexpr int kJobs = 2000;
   std::atomic<int> ended{0};
@@ -279,6 +286,171 @@ TEST_F(ExecutorTest, EveryJobEndsExactlyOnceUnderChurn) {
   EXPECT_EQ(ended, kThreads * kJobs);
   EXPECT_EQ(executor.depth(), 0);
   EXPECT_EQ(executor.bytes(), 0u);
+}
+
+// An executor that writes down what it ran, and runs nothing before Go().
+class BatchTest : public ::testing::Test {
+ protected:
+  struct Submitted {
+    std::string name;
+    Recorded job;
+  };
+
+  void Start(Executor::Options options) {
+    executor_ = std::make_unique<Executor>(
+        options,
+        [this](absl::Span<Job* const> jobs) {
+          std::vector<std::string> names;
+          for (Job* job : jobs) names.push_back(names_.at(job));
+          {
+            absl::MutexLock lock(&mutex_);
+            batches_.push_back(absl::StrJoin(names, "+"));
+          }
+          if (names.front() == "first") {
+            running_.Notify();
+            go_.WaitForNotification();
+          }
+          return result_ ? result_(jobs) : absl::OkStatus();
+        },
+        &metrics_);
+  }
+  // A job that occupies the device until Go().
+  void Occupy() {
+    Add("first", 1, nullptr, /*joinable=*/false);
+    submitter_ = std::thread([this] { executor_->Submit(jobs_.front()->job.job); });
+    running_.WaitForNotification();
+  }
+  Recorded& Add(const std::string& name, int64_t rows, const void* flow, bool joinable = true,
+                bool background = false) {
+    jobs_.push_back(std::make_unique<Submitted>());
+    Recorded& added = jobs_.back()->job;
+    added.job->rows = rows;
+    added.job->flow = flow;
+    added.job->joinable = joinable;
+    added.job->background = background;
+    names_[added.job.get()] = name;
+    return added;
+  }
+  Recorded& Submit(const std::string& name, int64_t rows, const void* flow, bool joinable = true,
+                   bool background = false) {
+    Recorded& added = Add(name, rows, flow, joinable, background);
+    executor_->Submit(added.job);
+    return added;
+  }
+  std::vector<std::string> Finish() {
+    go_.Notify();
+    submitter_.join();
+    executor_->Drain();
+    return batches_;
+  }
+
+  Metrics metrics_;
+  std::vector<std::unique_ptr<Submitted>> jobs_;
+  std::map<Job*, std::string> names_;
+  std::function<absl::Status(absl::Span<Job* const>)> result_;
+  absl::Mutex mutex_;
+  std::vector<std::string> batches_;
+  absl::Notification running_;
+  absl::Notification go_;
+  std::thread submitter_;
+  const int flow_a_ = 0;
+  const int flow_b_ = 0;
+  std::unique_ptr<Executor> executor_;  // last: its threads use the rest
+};
+
+using ::testing::ElementsAre;
+
+TEST_F(BatchTest, FormsWhileTheDeviceIsBusyUpToTheLimit) {
+  Executor::Options options;
+  options.max_batch_tokens = 4;
+  Start(options);
+  Occupy();
+  Submit("a", 1, &flow_a_);
+  Submit("b", 2, &flow_a_);
+  Submit("c", 2, &flow_a_);  // would be five
+  Submit("d", 1, &flow_a_);  // fits behind b
+  Submit("alone", 1, &flow_a_, /*joinable=*/false);
+  Submit("e", 1, &flow_a_);
+  EXPECT_THAT(Finish(), ElementsAre("first", "a+b+d", "c+e", "alone"));
+  for (const auto& submitted : jobs_) EXPECT_TRUE(submitted->job.Wait().ok());
+}
+
+TEST_F(BatchTest, FlowsTakeTurns) {
+  Executor::Options options;
+  options.max_batch_tokens = 2;
+  Start(options);
+  Occupy();
+  for (const char* name : {"a1", "a2", "a3", "a4", "a5", "a6"}) Submit(name, 1, &flow_a_);
+  for (const char* name : {"b1", "b2"}) Submit(name, 1, &flow_b_);
+  EXPECT_THAT(Finish(), ElementsAre("first", "a1+a2", "b1+b2", "a3+a4", "a5+a6"));
+}
+
+TEST_F(BatchTest, BackgroundJobsRunLastButRun) {
+  Start({});
+  Occupy();
+  Submit("background", 1, &flow_a_, false, /*background=*/true);
+  std::vector<std::string> expected = {"first"};
+  for (int i = 0; i < Executor::kForegroundTurns + 2; ++i) {
+    Submit(absl::StrCat("f", i), 1, &flow_b_, false);
+    if (i == Executor::kForegroundTurns) expected.push_back("background");
+    expected.push_back(absl::StrCat("f", i));
+  }
+  EXPECT_EQ(Finish(), expected);
+}
+
+TEST_F(BatchTest, JobsOfAFailedBatchRunAlone) {
+  result_ = [this](absl::Span<Job* const> jobs) {
+    for (Job* job : jobs) {
+      if (names_.at(job) == "bad") return absl::ResourceExhaustedError("too much");
+    }
+    return absl::OkStatus();
+  };
+  Start({});
+  Occupy();
+  Recorded& good = Submit("good", 1, &flow_a_);
+  Recorded& bad = Submit("bad", 1, &flow_a_);
+  EXPECT_THAT(Finish(), ElementsAre("first", "good+bad", "good", "bad"));
+  EXPECT_TRUE(good.Wait().ok());
+  EXPECT_EQ(bad.Wait().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(BatchTest, CancelledAndExpiredJobsLeaveTheirBatch) {
+  Start({});
+  Occupy();
+  Recorded& kept = Submit("kept", 1, &flow_a_);
+  Recorded& cancelled = Submit("cancelled", 1, &flow_a_);
+  Recorded& expired = Add("expired", 1, &flow_a_);
+  expired.job->deadline = absl::Now() + absl::Milliseconds(20);
+  executor_->Submit(expired.job);
+  executor_->Cancel(cancelled.job, absl::CancelledError());
+  EXPECT_EQ(cancelled.Wait().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(executor_->depth(), 2);
+  absl::SleepFor(absl::Milliseconds(25));
+  EXPECT_THAT(Finish(), ElementsAre("first", "kept"));
+  EXPECT_TRUE(kept.Wait().ok());
+  EXPECT_EQ(expired.Wait().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(executor_->depth(), 0);
+  EXPECT_EQ(executor_->bytes(), 0);
+}
+
+TEST_F(BatchTest, ADelayLetsOthersJoinOnAnIdleDevice) {
+  Executor::Options options;
+  options.max_delay = absl::Seconds(60);
+  options.max_batch_tokens = 3;
+  Start(options);
+  Submit("a", 1, &flow_a_);
+  Submit("b", 1, &flow_a_);
+  EXPECT_EQ(executor_->depth(), 2);
+  // What cannot be joined does not wait for company, nor does a job whose deadline is near.
+  EXPECT_TRUE(Submit("alone", 1, &flow_b_, /*joinable=*/false).Wait().ok());
+  Recorded& urgent = Add("urgent", 1, &flow_b_);
+  urgent.job->deadline = absl::Now() + absl::Milliseconds(200);
+  executor_->Submit(urgent.job);
+  urgent.state->ended.WaitForNotification();
+  EXPECT_EQ(executor_->depth(), 2);
+  Submit("c", 1, &flow_a_);  // full
+  executor_->Drain();
+  EXPECT_EQ(batches_.back(), "a+b+c");
 }
 
 }  // namespace

@@ -1,0 +1,278 @@
+#include "server/device/cuda_device.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/format/bitmap_gpu.h"
+#include "kernels/format/bitmap_gpu_layout.h"
+#include "kernels/format/column_piece_layout.h"
+#include "server/device/cuda_runner.h"
+#include "server/errors.h"
+
+namespace spmmd::server {
+namespace {
+
+// AUTO stores BITMAP, or COLUMN_PIECE for sparse activations, up to this share of nonzeros. At 50 % zeros the SpMM
+// kernels were 1.2 to 1.5 times as fast as cuBLAS on layers of 50 Mi elements and more (docs/measurements.md); what
+// they read grows with the nonzeros, and from 75 % of them on too little is left to gain.
+constexpr double kMaxSparseDensity = 0.75;
+
+DeviceOptions WithLimit(DeviceOptions options, const spmmd_cuda_device_info& info) {
+  if (options.memory_limit_bytes == 0) {
+    options.memory_limit_bytes =
+        static_cast<uint64_t>(static_cast<double>(info.total_memory) * options.memory_fraction);
+  }
+  // What other processes hold is not ours to give out.
+  options.memory_limit_bytes = std::min<uint64_t>(options.memory_limit_bytes, info.free_memory);
+  return options;
+}
+
+// As nvidia-smi writes it.
+std::string UuidText(const uint8_t (&uuid)[16]) {
+  const std::string hex = absl::BytesToHexString({reinterpret_cast<const char*>(uuid), sizeof(uuid)});
+  return absl::StrCat("GPU-", hex.substr(0, 8), "-", hex.substr(8, 4), "-", hex.substr(12, 4), "-", hex.substr(16, 4),
+                      "-", hex.substr(20));
+}
+
+// Bytes of a bias on the device: a whole number of the allocator's units.
+uint64_t BiasBytes(size_t count) { return (count * sizeof(float) + 255) / 256 * 256; }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Open(std::shared_ptr<const CudaLibrary> library, int index,
+                                                             const DeviceOptions& options, Metrics* metrics) {
+  SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<CudaContext> context, CudaContext::Open(std::move(library), index));
+  std::unique_ptr<CudaDevice> device(new CudaDevice(std::move(context), options, metrics));
+  SPMMD_RETURN_IF_ERROR(device->Init(options.measure_bandwidth));
+  return device;
+}
+
+CudaDevice::CudaDevice(std::unique_ptr<CudaContext> context, const DeviceOptions& options, Metrics* metrics)
+    : Device(context->id(), "cuda", WithLimit(options, context->info()), context->info().total_memory, metrics),
+      context_(std::move(context)) {
+  const spmmd_cuda_device_info& info = context_->info();
+  name_ = info.name;
+  architecture_ = absl::StrCat(info.compute_major, ".", info.compute_minor);
+  uuid_ = UuidText(info.uuid);
+}
+
+absl::Status CudaDevice::Init(bool measure_bandwidth) {
+  SPMMD_ASSIGN_OR_RETURN(runner_, CudaRunner::Create(context_.get(), &budget(), metrics()));
+  if (measure_bandwidth) {
+    SPMMD_ASSIGN_OR_RETURN(const double bandwidth, MeasureReadBandwidth());
+    set_measured_bandwidth(bandwidth);
+  }
+  Start();
+  started_ = true;
+  monitor_ = std::thread([this] { Monitor(); });
+  return absl::OkStatus();
+}
+
+CudaDevice::~CudaDevice() {
+  context_->OnLost(nullptr);
+  if (monitor_.joinable()) {
+    {
+      absl::MutexLock lock(&mutex_);
+      stopping_ = true;
+      stop_.Signal();
+    }
+    monitor_.join();
+  }
+  if (started_) Shutdown();
+}
+
+void CudaDevice::Monitor() {
+  while (!context_->lost()) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!stopping_) stop_.WaitWithTimeout(&mutex_, kProbeInterval);
+      if (stopping_) return;
+    }
+    // Marks the device lost; that other errors are passing, requests will see for themselves.
+    context_->Probe().IgnoreError();
+  }
+}
+
+absl::StatusOr<double> CudaDevice::MeasureReadBandwidth() {
+  const CudaLibrary& cuda = context_->cuda();
+  spmmd_cuda_device* const device = context_->device();
+  constexpr int kRuns = 8;
+  // Many times what the L2 cache holds.
+  const uint64_t bytes = std::min<uint64_t>(uint64_t{1} << 30, budget().free() / 4) / 4096 * 4096;
+  if (bytes < 8 * context_->info().l2_bytes || bytes == 0) return 0.0;
+  SPMMD_ASSIGN_OR_RETURN(const CudaMemory memory,
+                         CudaMemory::Allocate(context_.get(), &budget(), MemoryKind::kWorkspace, bytes));
+  spmmd_cuda_stream stream = nullptr;
+  spmmd_cuda_event events[2] = {};
+  double best = 0;
+  const auto measure = [&]() -> absl::Status {
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.stream_create(device, &stream)));
+    for (spmmd_cuda_event& event : events) {
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_create(device, /*timing=*/1, &event)));
+    }
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.memset_async(device, memory.data(), 1, bytes, stream)));
+    for (int run = 0; run < kRuns; ++run) {
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_record(device, events[0], stream)));
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.read_probe(device, memory.data(), bytes, stream)));
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_record(device, events[1], stream)));
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_synchronize(device, events[1])));
+      double microseconds = 0;
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_elapsed_us(device, events[0], events[1], &microseconds)));
+      if (microseconds > 0) best = std::max(best, static_cast<double>(bytes) / microseconds * 1e6);
+    }
+    return absl::OkStatus();
+  };
+  const absl::Status status = measure();
+  for (const spmmd_cuda_event event : events) {
+    if (event != nullptr) cuda.event_destroy(device, event);
+  }
+  if (stream != nullptr) {
+    cuda.stream_synchronize(device, stream);
+    cuda.stream_destroy(device, stream);
+  }
+  SPMMD_RETURN_IF_ERROR(status);
+  return best;
+}
+
+bool CudaDevice::CanExecute(Format format) const {
+  switch (format) {
+    case Format::kDense:
+    case Format::kBitmapGpu:
+    case Format::kRowStream:
+    case Format::kRlcCsc:
+    case Format::kColumnPiece:
+      return true;
+    default:
+      return false;
+  }
+}
+
+Format CudaDevice::Layout(Format format) const {
+  switch (format) {
+    case Format::kBitmap:
+      return Format::kBitmapGpu;
+    // Celty's format in the order that the faster of its kernels consumes.
+    case Format::kRlcCsc:
+      return Format::kColumnPiece;
+    default:
+      return format;
+  }
+}
+
+FormatChoice CudaDevice::ChooseFormat(const FormatQuery& query) const {
+  const auto [dtype, m, k, nnz, sparse_activations] = query;
+  const double density = static_cast<double>(nnz) / static_cast<double>(m * k);
+  const double zeros = 100 * (1 - density);
+  if (density > kMaxSparseDensity) {
+    return {Format::kDense,
+            absl::StrFormat("DENSE: %.1f %% of the elements are zero; sparse kernels gain from %.0f %%.", zeros,
+                            100 * (1 - kMaxSparseDensity))};
+  }
+  const uint64_t dense_bytes = EstimateBytes(Format::kDense, dtype, m, k, nnz);
+  if (sparse_activations) {
+    return {Format::kColumnPiece,
+            absl::StrFormat("RLC_CSC (column pieces): %.1f %% of the elements are zero and the layer's activations are "
+                            "sparse (activation_threshold); about %d bytes, DENSE takes %d.",
+                            zeros, EstimateBytes(Format::kColumnPiece, dtype, m, k, nnz), dense_bytes)};
+  }
+  return {Format::kBitmapGpu,
+          absl::StrFormat("BITMAP: %.1f %% of the elements are zero; about %d bytes, DENSE takes %d.", zeros,
+                          EstimateBytes(Format::kBitmapGpu, dtype, m, k, nnz), dense_bytes)};
+}
+
+uint64_t CudaDevice::EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const {
+  const auto rows = static_cast<uint64_t>(m);
+  const auto cols = static_cast<uint64_t>(k);
+  const uint64_t value_bytes = static_cast<uint64_t>(max_nnz) * SizeOf(dtype);
+  const auto padded = [](uint64_t bytes, double factor) {
+    return static_cast<uint64_t>(static_cast<double>(bytes) * factor);
+  };
+  constexpr uint64_t kSlack = 4096;  // sections start at 256-byte boundaries
+  switch (format) {
+    case Format::kBitmapGpu: {
+      const int chunk_cols = bitmap_gpu::DefaultChunkCols(m, k);
+      const uint64_t chunks = (rows + bitmap_gpu::kChunkRows - 1) / bitmap_gpu::kChunkRows *
+                              ((cols + static_cast<uint64_t>(chunk_cols) - 1) / static_cast<uint64_t>(chunk_cols));
+      // Value rows are padded to the longest stream of a chunk: 7 % (256 columns) to 14 % (128) at 50 %, and a row
+      // more.
+      return chunks * static_cast<uint64_t>(bitmap_gpu::HeaderBytes(chunk_cols) + bitmap_gpu::kRowBytes + 4) +
+             padded(value_bytes, 1.2) + kSlack;
+    }
+    case Format::kColumnPiece: {
+      const uint64_t pieces = (rows + column_piece::kBlockRows - 1) / column_piece::kBlockRows * cols;
+      return pieces * (column_piece::kBitmapBytes + column_piece::kChunkBytes + 4) + padded(value_bytes, 1.3) + kSlack;
+    }
+    case Format::kRowStream:
+    case Format::kRlcCsc:
+      // Values, runs, and slots that bridge gaps or end a piece.
+      return padded(value_bytes, 1.35) + rows * 64 + rows * cols / 16 + kSlack;
+    default:
+      return rows * ((cols + 7) / 8 * 8) * SizeOf(dtype) + kSlack;
+  }
+}
+
+absl::StatusOr<std::unique_ptr<ResidentLayer>> CudaDevice::Load(PackedLayer packed, std::vector<float> bias,
+                                                                MemoryBudget::Reservation weights) {
+  if (!CanExecute(packed.format) || !CanStore(packed.dtype)) {
+    return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
+                     absl::StrCat("backend cuda has no kernel for format ", std::string(Name(packed.format)),
+                                  " with values of type ", std::string(Name(packed.dtype))));
+  }
+  if (context_->lost()) return context_->LostError();
+  const CudaLibrary& cuda = context_->cuda();
+  const CudaLayerDesc desc(packed);
+  uint64_t layer_bytes = 0;
+  SPMMD_RETURN_IF_ERROR(context_->Check(cuda.layer_device_bytes(&desc.desc, &layer_bytes)));
+  const uint64_t bytes = layer_bytes + BiasBytes(bias.size());
+  if (bytes > weights.bytes()) SPMMD_RETURN_IF_ERROR(budget().Grow(weights, bytes - weights.bytes()));
+  weights.ShrinkTo(bytes);
+  CudaMemory device_bias;
+  if (!bias.empty()) {
+    SPMMD_ASSIGN_OR_RETURN(device_bias,
+                           CudaMemory::Allocate(context_.get(), nullptr, MemoryKind::kWeights, BiasBytes(bias.size())));
+    // Pageable memory on the null stream: done once that is synchronised.
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        cuda.memcpy_async(context_->device(), device_bias.data(), bias.data(), bias.size() * sizeof(float), nullptr)));
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.stream_synchronize(context_->device(), nullptr)));
+  }
+  spmmd_cuda_layer* layer = nullptr;
+  SPMMD_RETURN_IF_ERROR(context_->Check(cuda.layer_upload(context_->device(), &desc.desc, &layer)));
+  PackedLayer shell;
+  shell.format = packed.format;
+  shell.layout_version = packed.layout_version;
+  shell.dtype = packed.dtype;
+  shell.m = packed.m;
+  shell.k = packed.k;
+  shell.nnz = packed.nnz;
+  shell.params = packed.params;
+  for (const Section& section : packed.sections) {
+    Section& kept = shell.sections.emplace_back();
+    kept.id = section.id;
+    kept.section_class = section.section_class;
+    kept.padding = section.padding;
+    // The size, for reading back; no memory stands behind it.
+    kept.data = Buffer::Borrow({static_cast<const std::byte*>(nullptr), section.data.size()}, nullptr);
+  }
+  return std::make_unique<CudaLayer>(std::move(shell), layer, std::move(device_bias), context_.get(),
+                                     std::move(weights));
+}
+
+absl::StatusOr<DenseMatrix> CudaDevice::ReadBack(const ResidentLayer& layer) const {
+  const auto& resident = static_cast<const CudaLayer&>(layer);
+  PackedLayer packed = resident.shell();
+  for (Section& section : packed.sections) {
+    const size_t bytes = section.data.size();
+    SPMMD_ASSIGN_OR_RETURN(section.data, Buffer::Allocate(bytes));
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        context_->cuda().layer_read(resident.handle(), section.id, section.data.mutable_data(), bytes)));
+  }
+  return Unpack(packed);
+}
+
+absl::Status CudaDevice::Run(absl::Span<Job* const> jobs) { return runner_->Run(jobs); }
+
+}  // namespace spmmd::server

@@ -1,0 +1,441 @@
+#include "server/device/cuda_runner.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "kernels/base/status_macros.h"
+#include "server/errors.h"
+
+namespace spmmd::server {
+namespace {
+
+constexpr uint64_t kAlignment = 256;
+
+uint64_t Align(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+uint64_t TensorBytes(DType dtype, int64_t rows, int64_t cols) {
+  return static_cast<uint64_t>(rows) * static_cast<uint64_t>(cols) * SizeOf(dtype);
+}
+
+const char* const kElementwiseNames[] = {"elementwise_copy", "elementwise_add", "elementwise_mul"};
+
+}  // namespace
+
+class CudaRunner::Layout {
+ public:
+  uint64_t Take(uint64_t bytes) {
+    bytes = Align(std::max<uint64_t>(bytes, 1));
+    size_t best = free_.size();
+    for (size_t i = 0; i < free_.size(); ++i) {
+      if (free_[i].bytes >= bytes && (best == free_.size() || free_[i].bytes < free_[best].bytes)) best = i;
+    }
+    if (best == free_.size()) {
+      taken_.push_back({end_, bytes});
+      end_ += bytes;
+    } else {
+      taken_.push_back(free_[best]);
+      free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(best));
+    }
+    return taken_.back().offset;
+  }
+  void Give(uint64_t offset) {
+    const auto taken = std::find_if(taken_.begin(), taken_.end(), [&](const Part& p) { return p.offset == offset; });
+    free_.push_back(*taken);
+    taken_.erase(taken);
+  }
+  uint64_t size() const { return end_; }
+
+ private:
+  struct Part {
+    uint64_t offset;
+    uint64_t bytes;
+  };
+  std::vector<Part> taken_;
+  std::vector<Part> free_;
+  uint64_t end_ = 0;
+};
+
+absl::StatusOr<bool> CudaArena::Ensure(uint64_t bytes) {
+  if (memory_.data() != nullptr && memory_.bytes() >= bytes) return false;
+  constexpr uint64_t kGranularity = uint64_t{1} << 20;
+  memory_.Free();
+  SPMMD_ASSIGN_OR_RETURN(memory_,
+                         CudaMemory::Allocate(context_, budget_, kind_, (bytes / kGranularity + 1) * kGranularity));
+  return true;
+}
+
+CudaRunner::CudaRunner(CudaContext* context, MemoryBudget* budget, Metrics* metrics)
+    : context_(context),
+      metrics_(metrics),
+      inputs_(context, budget, MemoryKind::kStaging),
+      outputs_(context, budget, MemoryKind::kStaging),
+      work_(context, budget, MemoryKind::kWorkspace),
+      scratch_(context, budget, MemoryKind::kWorkspace) {}
+
+absl::StatusOr<std::unique_ptr<CudaRunner>> CudaRunner::Create(CudaContext* context, MemoryBudget* budget,
+                                                               Metrics* metrics) {
+  std::unique_ptr<CudaRunner> runner(new CudaRunner(context, budget, metrics));
+  SPMMD_RETURN_IF_ERROR(context->Check(context->cuda().stream_create(context->device(), &runner->stream_)));
+  SPMMD_ASSIGN_OR_RETURN(runner->staging_, CudaStaging::Create(context));
+  return runner;
+}
+
+CudaRunner::~CudaRunner() {
+  const CudaLibrary& cuda = context_->cuda();
+  for (const spmmd_cuda_event event : events_) cuda.event_destroy(context_->device(), event);
+  if (stream_ != nullptr) cuda.stream_destroy(context_->device(), stream_);
+}
+
+void CudaRunner::Trim() {
+  for (CudaArena* arena : {&inputs_, &outputs_, &work_, &scratch_}) arena->Free();
+}
+
+absl::Status CudaRunner::Run(absl::Span<Job* const> jobs) {
+  if (context_->lost()) return context_->LostError();
+  int64_t rows = 0;
+  for (const Job* job : jobs) rows += job->rows;
+  if (rows == 0) return absl::OkStatus();
+  absl::Status status = GuardHostMemory([&] { return RunSteps(jobs, rows); });
+  if (!status.ok()) {
+    // What was enqueued may still use the arenas; counters of a launch that was given up may not be zero.
+    const absl::Status settled = context_->Check(context_->cuda().stream_synchronize(context_->device(), stream_));
+    scratch_clean_ = false;
+    if (context_->lost()) status = settled;
+  }
+  for (CudaArena* arena : {&inputs_, &outputs_, &work_, &scratch_}) arena->EndRun();
+  return status;
+}
+
+absl::Status CudaRunner::RunSteps(absl::Span<Job* const> jobs, int64_t rows) {
+  const Job& first = *jobs.front();
+  const Plan& plan = *first.plan;
+  metrics_->BatchLaunched(rows);
+  launched_.clear();
+  const uint64_t input_bytes = PlaceInputs(jobs, rows);
+  uint64_t output_bytes = 0;
+  uint64_t work_bytes = 0;
+  scratch_bytes_ = 0;
+  SPMMD_RETURN_IF_ERROR(PlaceSteps(first, rows, &output_bytes, &work_bytes, &scratch_bytes_));
+  SPMMD_RETURN_IF_ERROR(inputs_.Ensure(input_bytes).status());
+  SPMMD_RETURN_IF_ERROR(outputs_.Ensure(output_bytes).status());
+  if (work_bytes > 0) SPMMD_RETURN_IF_ERROR(work_.Ensure(work_bytes).status());
+  if (scratch_bytes_ > 0) {
+    SPMMD_ASSIGN_OR_RETURN(const bool fresh, scratch_.Ensure(scratch_bytes_));
+    if (fresh || !scratch_clean_) {
+      SPMMD_RETURN_IF_ERROR(context_->Check(
+          context_->cuda().workspace_init(context_->device(), scratch_.data(), scratch_bytes_, stream_)));
+      scratch_clean_ = true;
+    }
+  }
+  SPMMD_RETURN_IF_ERROR(staging_->Upload(inputs_.data(), up_, stream_));
+  SPMMD_RETURN_IF_ERROR(RecordEvent(0));
+  for (size_t s = 0; s < plan.steps.size(); ++s) {
+    if (planned_[s].y.block == Block::kNone) continue;  // nobody reads it
+    SPMMD_RETURN_IF_ERROR(LaunchStep(first, plan.steps[s], planned_[s], rows));
+    for (size_t o = 0; o < plan.outputs.size(); ++o) {
+      const Value& y = planned_[s].y;
+      const Value& output = output_values_[o];
+      if (plan.outputs[o].step != static_cast<int>(s)) continue;
+      if (y.block == Block::kOutputs && y.offset == output.offset) continue;
+      SPMMD_RETURN_IF_ERROR(LaunchCopy(y, output, /*threshold=*/0, rows));
+    }
+  }
+  SPMMD_RETURN_IF_ERROR(CopyOutputs(jobs));
+  return ReadTimes(jobs);
+}
+
+uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
+  values_.clear();
+  up_.clear();
+  uint64_t end = 0;
+  const std::vector<InputValue>& inputs = jobs.front()->inputs;
+  scattered_.resize(std::max(scattered_.size(), inputs.size()));
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Value value;
+    value.block = Block::kInputs;
+    value.offset = end;
+    if (inputs[i].sparse.has_value()) {
+      // Sparse requests run alone.
+      const SparseRows& sparse = *inputs[i].sparse;
+      value.cols = sparse.cols;
+      std::vector<float>& dense = scattered_[i];
+      dense.assign(static_cast<size_t>(rows * sparse.cols), 0.0f);
+      for (int64_t row = 0; row < rows; ++row) {
+        for (uint64_t e = sparse.offsets[static_cast<size_t>(row)]; e < sparse.offsets[static_cast<size_t>(row) + 1];
+             ++e) {
+          dense[static_cast<size_t>(row * sparse.cols) + sparse.indices[e]] = sparse.values[e];
+        }
+      }
+      up_.push_back({reinterpret_cast<const std::byte*>(dense.data()), end, dense.size() * sizeof(float)});
+      end += Align(dense.size() * sizeof(float));
+      if (rows == 1) {
+        value.sparse = true;
+        value.nnz = static_cast<int64_t>(sparse.values.size());
+        const uint64_t bytes = sparse.values.size() * sizeof(float);
+        value.indices_offset = end;
+        up_.push_back({reinterpret_cast<const std::byte*>(sparse.indices.data()), end, bytes});
+        end += Align(bytes);
+        value.values_offset = end;
+        up_.push_back({reinterpret_cast<const std::byte*>(sparse.values.data()), end, bytes});
+        end += Align(bytes);
+      }
+    } else {
+      value.dtype = inputs[i].dense.dtype;
+      value.cols = inputs[i].dense.cols;
+      uint64_t at = end;
+      for (const Job* job : jobs) {
+        const DenseView& x = job->inputs[i].dense;
+        const uint64_t row_bytes = TensorBytes(x.dtype, 1, x.cols);
+        if (x.row_stride == x.cols || x.rows <= 1) {
+          up_.push_back({x.data, at, row_bytes * static_cast<uint64_t>(x.rows)});
+        } else {
+          for (int64_t row = 0; row < x.rows; ++row) {
+            up_.push_back({x.row(row), at + row_bytes * static_cast<uint64_t>(row), row_bytes});
+          }
+        }
+        at += row_bytes * static_cast<uint64_t>(x.rows);
+      }
+      end = Align(at);
+    }
+    values_.push_back(value);
+  }
+  return end;
+}
+
+absl::Status CudaRunner::PlaceSteps(const Job& job, int64_t rows, uint64_t* output_bytes, uint64_t* work_bytes,
+                                    uint64_t* scratch_bytes) {
+  const Plan& plan = *job.plan;
+  const CudaLibrary& cuda = context_->cuda();
+  output_values_.clear();
+  for (const PlanOutput& output : plan.outputs) {
+    Value value;
+    value.block = Block::kOutputs;
+    value.offset = *output_bytes;
+    value.dtype = output.dtype;
+    value.cols = job.step_cols[static_cast<size_t>(output.step)];
+    *output_bytes += Align(TensorBytes(value.dtype, rows, value.cols));
+    output_values_.push_back(value);
+  }
+  planned_.clear();
+  planned_.resize(plan.steps.size());
+  Layout layout;
+  for (int s = 0; s < static_cast<int>(plan.steps.size()); ++s) {
+    const PlanStep& step = plan.steps[static_cast<size_t>(s)];
+    Planned& planned = planned_[static_cast<size_t>(s)];
+    // The step writes straight into an output when it can: an fp32 one, which later steps may read, or any that is the
+    // value's only use.
+    int direct = -1;
+    int uses = 0;
+    for (int o = 0; o < static_cast<int>(plan.outputs.size()); ++o) {
+      if (plan.outputs[static_cast<size_t>(o)].step != s) continue;
+      ++uses;
+      if (direct < 0 || plan.outputs[static_cast<size_t>(o)].dtype == DType::kF32) direct = o;
+    }
+    if (direct >= 0 && plan.outputs[static_cast<size_t>(direct)].dtype != DType::kF32 &&
+        (uses > 1 || step.last_use >= 0)) {
+      direct = -1;
+    }
+    if (direct >= 0) {
+      planned.y = output_values_[static_cast<size_t>(direct)];
+    } else if (uses > 0 || step.last_use >= 0) {
+      planned.y.block = Block::kWork;
+      planned.y.cols = job.step_cols[static_cast<size_t>(s)];
+      planned.y.offset = layout.Take(TensorBytes(DType::kF32, rows, planned.y.cols));
+    }
+    values_.push_back(planned.y);
+    if (planned.y.block == Block::kNone) continue;
+
+    if (step.op == PlanStep::Op::kMatmul) {
+      const auto& layer = static_cast<const CudaLayer&>(*job.layers[static_cast<size_t>(step.layer)]);
+      const Value& x = values_[static_cast<size_t>(step.left)];
+      const float threshold = step.activation_threshold.value_or(0.0f);
+      const bool skips_columns = layer.format() == Format::kColumnPiece || layer.format() == Format::kRlcCsc;
+      planned.filtered = threshold > 0 && !skips_columns;
+      if (planned.filtered) {
+        planned.filter = x;
+        planned.filter.block = Block::kWork;
+        planned.filter.sparse = false;
+        planned.filter.offset = layout.Take(TensorBytes(x.dtype, rows, x.cols));
+      }
+      spmmd_cuda_matmul& call = planned.call;
+      call.n = rows;
+      call.x_stride = x.cols;
+      call.x_dtype = static_cast<int32_t>(x.dtype);
+      call.y_dtype = static_cast<int32_t>(planned.y.dtype);
+      call.y_stride = planned.y.cols;
+      call.activation = static_cast<int32_t>(step.activation);
+      if (skips_columns) call.x_threshold = threshold;
+      if (x.sparse && threshold == 0 && layer.format() == Format::kColumnPiece) {
+        static const uint32_t kSomeIndex = 0;
+        call.x_indices = &kSomeIndex;  // says that it will be sparse
+        call.x_nnz = x.nnz;
+      }
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.select_kernel(layer.handle(), &call, &planned.kernel)));
+      uint64_t bytes = 0;
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.workspace_bytes(layer.handle(), planned.kernel, &call, &bytes)));
+      *scratch_bytes = std::max(*scratch_bytes, bytes);
+    }
+    if (planned.filtered) layout.Give(planned.filter.offset);
+    // Outputs of another type are converted right behind the step, so that its value may go with its last reader.
+    if (step.last_use < 0 && planned.y.block == Block::kWork) layout.Give(planned.y.offset);
+    for (int earlier = 0; earlier < s; ++earlier) {
+      const Value& y = planned_[static_cast<size_t>(earlier)].y;
+      if (plan.steps[static_cast<size_t>(earlier)].last_use == s && y.block == Block::kWork) layout.Give(y.offset);
+    }
+  }
+  *work_bytes = layout.size();
+  return absl::OkStatus();
+}
+
+std::byte* CudaRunner::At(const Value& value) const {
+  switch (value.block) {
+    case Block::kInputs:
+      return inputs_.data() + value.offset;
+    case Block::kWork:
+      return work_.data() + value.offset;
+    case Block::kOutputs:
+      return outputs_.data() + value.offset;
+    case Block::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+absl::Status CudaRunner::LaunchStep(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows) {
+  if (step.op == PlanStep::Op::kMatmul) return LaunchMatmul(job, step, planned, rows);
+  const Value& left = values_[static_cast<size_t>(step.left)];
+  const Value& right = values_[static_cast<size_t>(step.right)];
+  spmmd_cuda_elementwise_call call = {};
+  call.op = step.op == PlanStep::Op::kAdd ? SPMMD_CUDA_OP_ADD : SPMMD_CUDA_OP_MUL;
+  call.activation = static_cast<int32_t>(step.activation);
+  call.rows = rows;
+  call.cols = planned.y.cols;
+  call.left = At(left);
+  call.left_dtype = static_cast<int32_t>(left.dtype);
+  call.left_stride = left.cols;
+  call.right = At(right);
+  call.right_dtype = static_cast<int32_t>(right.dtype);
+  call.right_stride = right.cols;
+  call.y = At(planned.y);
+  call.y_dtype = static_cast<int32_t>(planned.y.dtype);
+  call.y_stride = planned.y.cols;
+  return LaunchElementwise(&call, kElementwiseNames[call.op]);
+}
+
+absl::Status CudaRunner::LaunchCopy(const Value& from, const Value& to, float threshold, int64_t rows) {
+  spmmd_cuda_elementwise_call call = {};
+  call.op = SPMMD_CUDA_OP_COPY;
+  call.threshold = threshold;
+  call.rows = rows;
+  call.cols = to.cols;
+  call.left = At(from);
+  call.left_dtype = static_cast<int32_t>(from.dtype);
+  call.left_stride = from.cols;
+  call.y = At(to);
+  call.y_dtype = static_cast<int32_t>(to.dtype);
+  call.y_stride = to.cols;
+  return LaunchElementwise(&call, kElementwiseNames[SPMMD_CUDA_OP_COPY]);
+}
+
+absl::Status CudaRunner::LaunchElementwise(spmmd_cuda_elementwise_call* call, const char* name) {
+  SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().elementwise(context_->device(), call, stream_)));
+  const int64_t elements = call->rows * call->cols;
+  size_t element_bytes = SizeOf(static_cast<DType>(call->left_dtype)) + SizeOf(static_cast<DType>(call->y_dtype));
+  if (call->right != nullptr) element_bytes += SizeOf(static_cast<DType>(call->right_dtype));
+  return Mark({name, "F32", elements * static_cast<int64_t>(element_bytes), elements});
+}
+
+absl::Status CudaRunner::LaunchMatmul(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows) {
+  const auto& layer = static_cast<const CudaLayer&>(*job.layers[static_cast<size_t>(step.layer)]);
+  const Value* x = &values_[static_cast<size_t>(step.left)];
+  if (planned.filtered) {
+    SPMMD_RETURN_IF_ERROR(LaunchCopy(*x, planned.filter, *step.activation_threshold, rows));
+    x = &planned.filter;
+  }
+  spmmd_cuda_matmul call = planned.call;
+  if (call.x_indices != nullptr) {
+    call.x_indices = reinterpret_cast<const uint32_t*>(inputs_.data() + x->indices_offset);
+    call.x_values = reinterpret_cast<const float*>(inputs_.data() + x->values_offset);
+  } else {
+    call.x = At(*x);
+  }
+  if (step.use_bias) call.bias = layer.bias();
+  call.y = At(planned.y);
+  call.workspace = scratch_.data();
+  call.workspace_bytes = scratch_bytes_;
+  SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().launch(layer.handle(), planned.kernel, &call, stream_)));
+  const bool indexed = call.x_indices != nullptr;
+  auto weights = static_cast<double>(layer.bytes());
+  auto nonzeros = static_cast<double>(layer.nnz());
+  if (indexed) {
+    const double share = static_cast<double>(x->nnz) / static_cast<double>(layer.k());
+    weights *= share;
+    nonzeros *= share;
+  }
+  const uint64_t x_bytes = indexed ? static_cast<uint64_t>(x->nnz) * 8 : TensorBytes(x->dtype, rows, x->cols);
+  return Mark({context_->cuda().kernel_name(planned.kernel), Name(layer.format()).data(),
+               static_cast<int64_t>(weights) +
+                   static_cast<int64_t>(x_bytes + TensorBytes(planned.y.dtype, rows, planned.y.cols)),
+               static_cast<int64_t>(2.0 * nonzeros * static_cast<double>(rows))});
+}
+
+absl::Status CudaRunner::RecordEvent(size_t index) {
+  if (index == events_.size()) {
+    spmmd_cuda_event event = nullptr;
+    SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().event_create(context_->device(), /*timing=*/1, &event)));
+    events_.push_back(event);
+  }
+  return context_->Check(context_->cuda().event_record(context_->device(), events_[index], stream_));
+}
+
+absl::Status CudaRunner::Mark(const Launched& launched) {
+  launched_.push_back(launched);
+  return RecordEvent(launched_.size());
+}
+
+absl::Status CudaRunner::CopyOutputs(absl::Span<Job* const> jobs) {
+  down_.clear();
+  for (size_t o = 0; o < output_values_.size(); ++o) {
+    uint64_t at = output_values_[o].offset;
+    for (const Job* job : jobs) {
+      const MutableDenseView& y = job->outputs[o];
+      const uint64_t row_bytes = TensorBytes(y.dtype, 1, y.cols);
+      if (y.row_stride == y.cols || y.rows <= 1) {
+        down_.push_back({y.data, at, row_bytes * static_cast<uint64_t>(y.rows)});
+      } else {
+        for (int64_t row = 0; row < y.rows; ++row) {
+          down_.push_back({y.row(row), at + row_bytes * static_cast<uint64_t>(row), row_bytes});
+        }
+      }
+      at += row_bytes * static_cast<uint64_t>(y.rows);
+    }
+  }
+  return staging_->Download(outputs_.data(), down_, stream_);
+}
+
+absl::Status CudaRunner::ReadTimes(absl::Span<Job* const> jobs) {
+  absl::Duration total;
+  for (size_t i = 0; i < launched_.size(); ++i) {
+    double microseconds = 0;
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        context_->cuda().event_elapsed_us(context_->device(), events_[i], events_[i + 1], &microseconds)));
+    const absl::Duration took = absl::Microseconds(microseconds);
+    total += took;
+    KernelMetrics*& metrics = kernel_metrics_[{launched_[i].kernel, launched_[i].format}];
+    if (metrics == nullptr) {
+      metrics = &metrics_->Kernel(context_->id(), launched_[i].kernel, launched_[i].format);
+    }
+    metrics->Launched(took, launched_[i].bytes, launched_[i].flops);
+  }
+  for (Job* job : jobs) {
+    job->kernel_time += total;
+    if (launched_.empty()) continue;
+    job->kernel = launched_.back().kernel;
+    job->kernel_bytes = launched_.back().bytes;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace spmmd::server

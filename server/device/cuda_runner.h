@@ -1,0 +1,162 @@
+// Runs planned programs on one GPU: inputs go up through pinned staging, every step is a launch on one stream whose
+// intermediates stay on the device, outputs come down, and the thread waits once. One run at a time.
+//
+// The time of each launch comes from CUDA events between the launches, read after that one wait.
+#ifndef SPMMD_SERVER_DEVICE_CUDA_RUNNER_H_
+#define SPMMD_SERVER_DEVICE_CUDA_RUNNER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/format/packed_layer.h"
+#include "server/device/cuda_context.h"
+#include "server/device/cuda_staging.h"
+#include "server/device/device.h"
+#include "server/device/memory_budget.h"
+#include "server/engine/plan.h"
+#include "server/metrics/metrics.h"
+
+namespace spmmd::server {
+
+class CudaLayer : public ResidentLayer {
+ public:
+  // `shell` is the packed layer without its sections' bytes. Takes `layer`.
+  CudaLayer(PackedLayer shell, spmmd_cuda_layer* layer, CudaMemory bias, CudaContext* context,
+            MemoryBudget::Reservation weights)
+      : ResidentLayer(shell, std::move(weights)),
+        shell_(std::move(shell)),
+        layer_(layer),
+        bias_(std::move(bias)),
+        context_(context) {}
+  ~CudaLayer() override { context_->cuda().layer_free(layer_); }
+
+  const PackedLayer& shell() const { return shell_; }
+  const spmmd_cuda_layer* handle() const { return layer_; }
+  const float* bias() const { return reinterpret_cast<const float*>(bias_.data()); }
+
+ private:
+  PackedLayer shell_;
+  spmmd_cuda_layer* layer_;
+  CudaMemory bias_;
+  CudaContext* context_;
+};
+
+// One block of device memory that grows to what a run needs and keeps at most kRetainedBytes of it afterwards.
+class CudaArena {
+ public:
+  static constexpr uint64_t kRetainedBytes = uint64_t{256} << 20;
+
+  CudaArena(CudaContext* context, MemoryBudget* budget, MemoryKind kind)
+      : context_(context), budget_(budget), kind_(kind) {}
+  // At least `bytes`; true when it is new memory. Between runs only: what was there is lost when it grows.
+  absl::StatusOr<bool> Ensure(uint64_t bytes);
+  void EndRun() {
+    if (memory_.bytes() > kRetainedBytes) memory_.Free();
+  }
+  void Free() { memory_.Free(); }
+  std::byte* data() const { return memory_.data(); }
+
+ private:
+  CudaContext* const context_;
+  MemoryBudget* const budget_;
+  const MemoryKind kind_;
+  CudaMemory memory_;
+};
+
+class CudaRunner {
+ public:
+  static absl::StatusOr<std::unique_ptr<CudaRunner>> Create(CudaContext* context, MemoryBudget* budget,
+                                                            Metrics* metrics);
+  ~CudaRunner();
+  CudaRunner(const CudaRunner&) = delete;
+  CudaRunner& operator=(const CudaRunner&) = delete;
+
+  // Not thread-safe: the executor runs one batch at a time. When it returns, nothing is pending on the device.
+  absl::Status Run(absl::Span<Job* const> jobs);
+  // Gives all device memory back that is kept between runs.
+  void Trim();
+
+ private:
+  // Where a value is on the device.
+  enum class Block : uint8_t { kNone, kInputs, kWork, kOutputs };
+  struct Value {
+    Block block = Block::kNone;
+    uint64_t offset = 0;
+    DType dtype = DType::kF32;
+    int64_t cols = 0;
+    // Of a sparse input of one row, in the inputs' block: indices, then values. Its dense form is at `offset`.
+    bool sparse = false;
+    uint64_t indices_offset = 0;
+    uint64_t values_offset = 0;
+    int64_t nnz = 0;
+  };
+  // One launch, for the metrics.
+  struct Launched {
+    const char* kernel = nullptr;
+    const char* format = nullptr;
+    int64_t bytes = 0;
+    int64_t flops = 0;
+  };
+  // A step as it will be launched.
+  struct Planned {
+    Value y;
+    spmmd_cuda_matmul call = {};  // without pointers
+    int32_t kernel = -1;
+    bool filtered = false;  // x goes through a copy that drops what is under the threshold
+    Value filter;
+  };
+  // Offsets in the workspace: first fit among what earlier steps gave back.
+  class Layout;
+
+  CudaRunner(CudaContext* context, MemoryBudget* budget, Metrics* metrics);
+  absl::Status RunSteps(absl::Span<Job* const> jobs, int64_t rows);
+  // Places the inputs and says what to copy there; returns the block's size.
+  uint64_t PlaceInputs(absl::Span<Job* const> jobs, int64_t rows);
+  // Places outputs and steps, chooses kernels, sizes the workspace and the kernels' scratch.
+  absl::Status PlaceSteps(const Job& job, int64_t rows, uint64_t* output_bytes, uint64_t* work_bytes,
+                          uint64_t* scratch_bytes);
+  absl::Status LaunchStep(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows);
+  absl::Status LaunchMatmul(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows);
+  absl::Status LaunchCopy(const Value& from, const Value& to, float threshold, int64_t rows);
+  absl::Status LaunchElementwise(spmmd_cuda_elementwise_call* call, const char* name);
+  absl::Status CopyOutputs(absl::Span<Job* const> jobs);
+  // Marks the end of a launch on the stream.
+  absl::Status Mark(const Launched& launched);
+  absl::Status RecordEvent(size_t index);
+  absl::Status ReadTimes(absl::Span<Job* const> jobs);
+  std::byte* At(const Value& value) const;
+
+  CudaContext* const context_;
+  Metrics* const metrics_;
+  std::unique_ptr<CudaStaging> staging_;
+  spmmd_cuda_stream stream_ = nullptr;
+  CudaArena inputs_;
+  CudaArena outputs_;
+  CudaArena work_;
+  CudaArena scratch_;
+  uint64_t scratch_bytes_ = 0;  // of this run
+  bool scratch_clean_ = false;  // its counters are zero
+  std::vector<spmmd_cuda_event> events_;
+
+  // Of the run in progress; members for their capacity.
+  std::vector<Value> values_;  // inputs, then steps
+  std::vector<Planned> planned_;
+  std::vector<Value> output_values_;
+  std::vector<CudaStaging::UploadPiece> up_;
+  std::vector<CudaStaging::DownloadPiece> down_;
+  std::vector<Launched> launched_;
+  std::vector<std::vector<float>> scattered_;
+  // By the addresses of the names, which live as long as the library.
+  absl::flat_hash_map<std::pair<const char*, const char*>, KernelMetrics*> kernel_metrics_;
+};
+
+}  // namespace spmmd::server
+
+#endif  // SPMMD_SERVER_DEVICE_CUDA_RUNNER_H_

@@ -1,0 +1,107 @@
+// What a CUDA device does when calls fail: over the fake library alone.
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "tests/server/device/cuda_harness.h"
+#include "tests/server/device/fake_cuda.h"
+
+namespace spmmd::server {
+namespace {
+
+using testing::CudaCore;
+using ::testing::HasSubstr;
+using testing::MatmulRequest;
+using testing::RandomMatrix;
+using testing::Series;
+using testing::Unmeasured;
+
+template <typename Function>
+Function* Control(const char* name) {
+  void* library = dlopen(testing::CudaLibraryPath().c_str(), RTLD_NOW | RTLD_NOLOAD);
+  return reinterpret_cast<Function*>(dlsym(library, name));
+}
+
+class CudaFaultTest : public testing::CudaTest {
+ protected:
+  void Break() { Control<decltype(fake_cuda_break)>("fake_cuda_break")(0); }
+  void TearDown() override { Control<decltype(fake_cuda_repair)>("fake_cuda_repair")(0); }
+  uint64_t Allocated() { return Control<decltype(fake_cuda_allocated)>("fake_cuda_allocated")(0); }
+};
+
+TEST_F(CudaFaultTest, AStickyErrorLosesTheDeviceForGood) {
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix w = RandomMatrix(DType::kF16, 32, 32, 0.5, 1);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  const DenseMatrix x = RandomMatrix(DType::kF16, 1, 32, 0, 2);
+  pb::ExecuteResponse response;
+  ASSERT_TRUE(core.Execute(MatmulRequest("w", x.view()), &response).ok());
+  int lost = 0;
+  core.device->OnLost([&] { ++lost; });
+  Break();
+  const absl::Status first = core.Execute(MatmulRequest("w", x.view()), &response);
+  EXPECT_EQ(first.code(), absl::StatusCode::kUnavailable) << first;
+  EXPECT_EQ(ReasonOf(first), reason::kDeviceLost);
+  EXPECT_FALSE(core.device->healthy());
+  core.device->OnLost(nullptr);
+  EXPECT_EQ(lost, 1);
+  EXPECT_EQ(Series(core.metrics, "spmmd_device_healthy{device=\"cuda:0\"}"), 0);
+  const absl::Status second = core.Execute(MatmulRequest("w", x.view()), &response);
+  EXPECT_EQ(second.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(second.message()), HasSubstr("cuda:0"));
+  const DenseMatrix other = RandomMatrix(DType::kF16, 32, 32, 0.5, 3);
+  EXPECT_EQ(core.Register("other", other.view()).status().code(), absl::StatusCode::kUnavailable);
+}
+
+TEST_F(CudaFaultTest, ALostDeviceIsNoticedWithoutARequest) {
+  CudaCore core(library_, Unmeasured());
+  absl::Notification lost;
+  core.device->OnLost([&] { lost.Notify(); });
+  const absl::Time broken = absl::Now();
+  Break();
+  ASSERT_TRUE(lost.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  // Within a second on a machine that is not overloaded; the interval of the probes is what bounds it.
+  EXPECT_LE(CudaDevice::kProbeInterval, absl::Milliseconds(500));
+  std::printf("noticed after %s\n", absl::FormatDuration(absl::Now() - broken).c_str());
+  core.device->OnLost(nullptr);
+}
+
+TEST_F(CudaFaultTest, AFailedLaunchFailsItsRequestAlone) {
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix w = RandomMatrix(DType::kF16, 32, 32, 0.5, 1);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  const DenseMatrix x = RandomMatrix(DType::kF16, 1, 32, 0, 2);
+  pb::ExecuteResponse response;
+  ASSERT_TRUE(core.Execute(MatmulRequest("w", x.view()), &response).ok());
+  Control<decltype(fake_cuda_fail_launches)>("fake_cuda_fail_launches")(1);
+  EXPECT_EQ(core.Execute(MatmulRequest("w", x.view()), &response).code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(core.device->healthy());
+  // The counters that the failed launch left are cleared.
+  const absl::Status status = core.Execute(MatmulRequest("w", x.view()), &response);
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_F(CudaFaultTest, NothingIsLeftOnTheDevice) {
+  const uint64_t before = Allocated();
+  {
+    CudaCore core(library_, Unmeasured());
+    const DenseMatrix w = RandomMatrix(DType::kF16, 64, 64, 0.5, 1);
+    pb::LayerSpec spec = testing::DenseSpec("w", w.view());
+    spec.set_has_bias(true);
+    ASSERT_TRUE(core.Register(spec, w.view(), std::vector<float>(64, 1.0f)).ok());
+    // What the budget says is what the device holds.
+    EXPECT_EQ(Allocated() - before, core.device->budget().used());
+    const DenseMatrix x = RandomMatrix(DType::kF16, 3, 64, 0, 2);
+    pb::ExecuteResponse response;
+    ASSERT_TRUE(core.Execute(MatmulRequest("w", x.view()), &response).ok());
+    EXPECT_EQ(Allocated() - before, core.device->budget().used());
+  }
+  EXPECT_EQ(Allocated(), before);
+}
+
+}  // namespace
+}  // namespace spmmd::server
