@@ -10,7 +10,9 @@
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/bitmap.h"
 #include "kernels/format/bitmap_gpu.h"
+#include "kernels/format/bitmap_gpu_layout.h"
 #include "kernels/format/column_piece.h"
+#include "kernels/format/column_piece_layout.h"
 #include "kernels/format/coo.h"
 #include "kernels/format/csr.h"
 #include "kernels/format/rlc_csc.h"
@@ -29,6 +31,47 @@ constexpr std::pair<Format, std::string_view> kFormatNames[] = {
 // DENSE: one section (id 1), row-major [M, K], contiguous. -0.0 is stored as +0.0, as every format's Unpack gives it.
 constexpr uint32_t kDenseValues = 1;
 constexpr uint32_t kDenseLayoutVersion = 1;
+
+struct SectionNameEntry {
+  Format format;
+  uint32_t id;
+  std::string_view name;
+};
+constexpr SectionNameEntry kSectionNames[] = {
+    {Format::kDense, kDenseValues, "values"},
+    {Format::kBitmap, bitmap::kValues, "values"},
+    {Format::kBitmap, bitmap::kMasks, "masks"},
+    {Format::kBitmap, bitmap::kTileStarts, "tile_starts"},
+    {Format::kBitmap, bitmap::kColumnStarts, "column_starts"},
+    {Format::kBitmapGpu, bitmap_gpu::kChunkSection, "chunks"},
+    {Format::kBitmapGpu, bitmap_gpu::kOffsetSection, "offsets"},
+    {Format::kRowStream, row_stream::kStreamSection, "stream"},
+    {Format::kRowStream, row_stream::kStartSection, "starts"},
+    {Format::kRowStream, row_stream::kTileSection, "tiles"},
+    {Format::kRowStream, row_stream::kBaseSection, "bases"},
+    {Format::kRowStream, row_stream::kEscapeSection, "escapes"},
+    {Format::kRowStream, row_stream::kRowOrderSection, "row_order"},
+    {Format::kColumnPiece, column_piece::kPieceSection, "pieces"},
+    {Format::kColumnPiece, column_piece::kDescriptorSection, "descriptors"},
+    {Format::kColumnPiece, column_piece::kBlockSection, "blocks"},
+    {Format::kThreeLayer, three_layer::kValues, "values"},
+    {Format::kThreeLayer, three_layer::kMetadata, "metadata"},
+    {Format::kThreeLayer, three_layer::kCodeOffsets, "code_offsets"},
+    {Format::kThreeLayer, three_layer::kCodes, "codes"},
+    {Format::kThreeLayer, three_layer::kResidualOffsets, "residual_offsets"},
+    {Format::kThreeLayer, three_layer::kResidualPositions, "residual_positions"},
+    {Format::kThreeLayer, three_layer::kResidualValues, "residual_values"},
+    {Format::kRlcCsc, rlc_csc::kTileUnits, "tile_units"},
+    {Format::kRlcCsc, rlc_csc::kColumnOffsets, "column_offsets"},
+    {Format::kRlcCsc, rlc_csc::kRuns, "runs"},
+    {Format::kRlcCsc, rlc_csc::kValues, "values"},
+    {Format::kCsr, csr::kRowOffsets, "row_offsets"},
+    {Format::kCsr, csr::kColumns, "columns"},
+    {Format::kCsr, csr::kValues, "values"},
+    {Format::kCoo, coo::kRows, "rows"},
+    {Format::kCoo, coo::kColumns, "columns"},
+    {Format::kCoo, coo::kValues, "values"},
+};
 
 template <typename Bits>
 int64_t CopyDenseRow(const std::byte* from, std::byte* to, int64_t cols) {
@@ -111,6 +154,13 @@ std::optional<Format> ParseFormat(std::string_view name) {
     }
   }
   return std::nullopt;
+}
+
+std::string_view SectionName(Format format, uint32_t id) {
+  for (const SectionNameEntry& entry : kSectionNames) {
+    if (entry.format == format && entry.id == id) return entry.name;
+  }
+  return "";
 }
 
 const Section* PackedLayer::FindSection(uint32_t id) const {

@@ -36,6 +36,9 @@ std::string_view Name(Format format);
 // Inverse of Name, case-insensitive; nullopt when unknown.
 std::optional<Format> ParseFormat(std::string_view name);
 
+// What the format's header calls the section ("masks", "residual_offsets"); empty when the format has none of that id.
+std::string_view SectionName(Format format, uint32_t id);
+
 // What a section's bytes count as.
 enum class SectionClass : uint8_t { kValues = 1, kMetadata = 2 };
 

@@ -3,7 +3,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/format/bitmap.h"
 #include "kernels/format/import.h"
 #include "kernels/format/prune.h"
 #include "server/catalog/catalog.h"
@@ -19,30 +18,9 @@ absl::Status SourceLost() {
                    "the registration that was bringing the same content ended without it: try again");
 }
 
-// What a section is called in its format's header.
-std::string SectionName(const PackedLayer& packed, const Section& section) {
-  if (packed.format == Format::kDense) return "values";
-  if (packed.format == Format::kBitmap) {
-    switch (section.id) {
-      case bitmap::kValues:
-        return "values";
-      case bitmap::kMasks:
-        return "masks";
-      case bitmap::kTileStarts:
-        return "tile_starts";
-      case bitmap::kColumnStarts:
-        return "column_starts";
-      default:
-        break;
-    }
-  }
-  const bool values = section.section_class == SectionClass::kValues;
-  return absl::StrCat(values ? "values." : "metadata.", section.id);
-}
-
 pb::LayerSection DescribeSection(const PackedLayer& packed, const Section& section) {
   pb::LayerSection out;
-  out.set_name(SectionName(packed, section));
+  out.set_name(std::string(SectionName(packed.format, section.id)));
   out.set_bytes(section.data.size());
   out.set_padding_bytes(section.padding);
   return out;
