@@ -85,7 +85,7 @@ absl::Status Register(const Session& session, const RegisterArgs& args) {
     result = session.client->RegisterFile(spec, options);
   } else {
     SPMMD_ASSIGN_OR_RETURN(const DenseMatrix w, ReadMatrix(file));
-    std::vector<float> bias;
+    SPMMD_ASSIGN_OR_RETURN(std::vector<float> bias, PackedBias(file));
     if (!args.bias.empty()) {
       SPMMD_ASSIGN_OR_RETURN(bias, ReadBias(args.bias, file, w.rows()));
     }

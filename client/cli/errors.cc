@@ -48,10 +48,11 @@ std::string HintFor(const absl::Status& status, const std::string& server) {
   }
 }
 
-std::string ErrorText(const absl::Status& status, const std::string& server, bool json) {
+namespace {
+
+std::string Report(const absl::Status& status, const std::string& hint, bool json) {
   const std::string code = absl::StatusCodeToString(status.code());
   const std::string message(status.message());
-  const std::string hint = HintFor(status, server);
   if (json) {
     Json fields = Json::array();
     for (const auto& violation : client::FieldViolations(status)) {
@@ -70,5 +71,13 @@ std::string ErrorText(const absl::Status& status, const std::string& server, boo
   return absl::StrCat("spmmctl: ", code, ": ", message, "\n", hint.empty() ? "" : "hint: ", hint,
                       hint.empty() ? "" : "\n");
 }
+
+}  // namespace
+
+std::string ErrorText(const absl::Status& status, const std::string& server, bool json) {
+  return Report(status, HintFor(status, server), json);
+}
+
+std::string LocalErrorText(const absl::Status& status, bool json) { return Report(status, "", json); }
 
 }  // namespace spmmd::cli

@@ -15,6 +15,9 @@ std::string HintFor(const absl::Status& status, const std::string& server);
 // {"error": {"code", "reason", "message", "fields": [{"field", "description"}], "retry_seconds", "hint"}}.
 std::string ErrorText(const absl::Status& status, const std::string& server, bool json);
 
+// The same for a command that needs no server; there is nothing to hint at.
+std::string LocalErrorText(const absl::Status& status, bool json);
+
 }  // namespace spmmd::cli
 
 #endif  // SPMMD_CLIENT_CLI_ERRORS_H_

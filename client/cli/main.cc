@@ -1,6 +1,7 @@
 // spmmctl: the command line of spmmd.
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -8,9 +9,11 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/commands.h"
 #include "client/cli/errors.h"
+#include "client/cli/pack.h"
 #include "client/cli/parse.h"
 #include "client/cpp/client.h"
 
@@ -42,6 +45,28 @@ CLI::Validator Parsed(Parse parse) {
       "");
 }
 
+// CLI11's own checks of numbers let nan and inf through.
+CLI::Validator Seconds(bool zero_allowed) {
+  return Parsed([zero_allowed](const std::string& text) {
+    double seconds = 0;
+    constexpr double kMax = 1e9;
+    if (absl::SimpleAtod(text, &seconds) && (zero_allowed ? seconds >= 0 : seconds > 0) && seconds <= kMax) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(
+        absl::StrFormat("'%s' is not a number of seconds %s 0 and at most 1e9", text, zero_allowed ? "from" : "above"));
+  });
+}
+
+// |x| <= this counts as zero.
+CLI::Validator Threshold() {
+  return Parsed([](const std::string& text) {
+    float threshold = 0;
+    if (absl::SimpleAtof(text, &threshold) && threshold >= 0 && std::isfinite(threshold)) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrFormat("'%s' is not a finite number from 0", text));
+  });
+}
+
 struct Arguments {
   std::string server = "127.0.0.1:8500";
   bool json = false;
@@ -57,6 +82,8 @@ struct Arguments {
   std::vector<int64_t> tokens;
   v1::BenchmarkRequest bench;
   double wait_seconds = 0;
+  PackArgs pack;
+  InspectArgs inspect;
 };
 
 void AddConnectionOptions(CLI::App& app, Arguments& arguments) {
@@ -66,7 +93,8 @@ void AddConnectionOptions(CLI::App& app, Arguments& arguments) {
       ->group("Connection");
   app.add_option("--timeout", arguments.timeout_seconds,
                  "Seconds that one call may take (60; register, warm, bench: no limit)")
-      ->check(CLI::PositiveNumber)
+      ->type_name("SECONDS")
+      ->check(Seconds(/*zero_allowed=*/false))
       ->group("Connection");
   app.add_flag("--tls", arguments.tls, "Use TLS, trusting the system's certificates")->group("Connection");
   app.add_option("--tls-ca", arguments.tls_options.ca_file, "Use TLS, trusting the certificates in this PEM file")
@@ -108,7 +136,7 @@ void AddRegister(CLI::App& app, Arguments& arguments) {
           "Name: 1 to 256 characters of [A-Za-z0-9._/-]; a name in use gets a new version")
       ->type_name("")
       ->required();
-  command.add_option("--file", args.file, "W.npy, W.safetensors[:TENSOR] or W.safetensors.index.json:TENSOR")
+  command.add_option("--file", args.file, "W.npy, W.safetensors[:TENSOR], W.safetensors.index.json:TENSOR or W.spmmpk")
       ->required()
       ->type_name("FILE")
       ->check(Parsed([](const std::string& text) { return ParseFile(text).status(); }));
@@ -145,7 +173,8 @@ void AddRegister(CLI::App& app, Arguments& arguments) {
       .add_option_function<float>(
           "--activation-threshold", [&args](float threshold) { args.spec.set_activation_threshold(threshold); },
           "Inputs with |x| <= this count as zeros by default (SpMspV)")
-      ->check(CLI::NonNegativeNumber);
+      ->type_name("T")
+      ->check(Threshold());
   command.add_flag_callback(
       "--pin", [&args] { args.spec.set_pin(true); }, "Never evict it from its devices");
   command.add_flag_callback(
@@ -170,7 +199,8 @@ void AddRun(CLI::App& app, Arguments& arguments) {
       .add_option_function<float>(
           "--sparse-threshold", [&args](float threshold) { args.matmul.activation_threshold = threshold; },
           "Treat |x| <= this as zero and skip its columns (SpMspV)")
-      ->check(CLI::NonNegativeNumber);
+      ->type_name("T")
+      ->check(Threshold());
   const auto parse_activation = [&args](const std::string& text) {
     const auto activation = ParseActivation(text);
     if (activation.ok()) args.matmul.activation = *activation;
@@ -214,6 +244,84 @@ void AddBench(CLI::App& app, Arguments& arguments) {
       "--skip-dense", [&arguments] { arguments.bench.set_skip_dense(true); }, "Leave out the dense baseline");
 }
 
+void AddPack(CLI::App& app, Arguments& arguments) {
+  CLI::App& command = *app.add_subcommand("pack", "Pack weights of a file into a packed-layer file, without a server");
+  PackArgs& args = arguments.pack;
+  command.add_option("FILE", args.file, "W.npy, W.safetensors[:TENSOR], W.safetensors.index.json:TENSOR or W.spmmpk")
+      ->required()
+      ->type_name("")
+      ->check(Parsed([](const std::string& text) { return ParseFile(text).status(); }));
+  command
+      .add_option("--output,-o", args.output,
+                  "Packed-layer file to write (usually .spmmpk); with --all a directory, one file a weight")
+      ->required()
+      ->type_name("FILE|DIR");
+  command.add_flag("--all", args.all, "Pack every matrix of a checkpoint");
+  command.add_option("--bias", args.bias, "File, or tensor in the same .safetensors file, with the bias")
+      ->type_name("FILE|TENSOR");
+  const auto option = [&command](const std::string& name, const std::string& type, const std::string& help,
+                                 const std::function<absl::Status(const std::string&)>& parse) {
+    command
+        .add_option_function<std::string>(
+            name, [parse](const std::string& text) { parse(text).IgnoreError(); }, help)
+        ->type_name(type)
+        ->check(Parsed(parse));
+  };
+  option(
+      "--format", "FORMAT",
+      "bitmap, bitmap_gpu, row_stream, column_piece, three_layer, rlc_csc, dense, csr, coo, or auto: bitmap, or dense "
+      "where that is no larger (auto)",
+      [&args](const std::string& text) {
+        const auto format = ParsePackFormat(text);
+        if (format.ok()) args.format = *format;
+        return format.status();
+      });
+  option("--prune", "SPEC", "Zero the smallest weights first: magnitude:0.5, nm:2:4 (2 of every 4 stay) or none",
+         [&args](const std::string& text) {
+           const absl::Status status = ParsePruning(text, args.pruning);
+           if (status.ok()) args.pruning_text = text;
+           return status;
+         });
+  option("--store-dtype", "DTYPE", "fp16, bf16 or fp32 (as in the file)", [&args](const std::string& text) {
+    const auto dtype = ParseDataType(text);
+    if (dtype.ok()) args.store_dtype = ToDType(*dtype);
+    return dtype.status();
+  });
+  command.add_option("--source", args.source, "What the file shall say that it was packed from (FILE)")
+      ->type_name("TEXT");
+  command.add_flag("--allow-nonfinite", args.allow_nonfinite,
+                   "Store NaN and infinite weights instead of refusing them");
+}
+
+void AddInspect(CLI::App& app, Arguments& arguments) {
+  CLI::App& command = *app.add_subcommand(
+      "inspect", "Show what is in a packed-layer file, or in weights: sizes, sections, shares, a map of the density");
+  InspectArgs& args = arguments.inspect;
+  command
+      .add_option("FILE", args.file,
+                  "A packed-layer file; or W.npy, W.safetensors[:TENSOR], W.safetensors.index.json:TENSOR")
+      ->required()
+      ->type_name("");
+  const auto parse_style = [&args](const std::string& text) {
+    const auto style = ParseMapStyle(text);
+    if (style.ok()) args.map = *style;
+    return style.status();
+  };
+  command
+      .add_option_function<std::string>(
+          "--map", [parse_style](const std::string& text) { parse_style(text).IgnoreError(); },
+          "Density map: color, ascii, off, or auto: color on a terminal (auto)")
+      ->type_name("STYLE")
+      ->check(Parsed(parse_style));
+  const auto parse_size = [&args](const std::string& text) { return ParseMapSize(text, &args); };
+  command
+      .add_option_function<std::string>(
+          "--map-size", [parse_size](const std::string& text) { parse_size(text).IgnoreError(); },
+          "Cells of the map (at most 32x64, in the matrix's shape)")
+      ->type_name("ROWSxCOLS")
+      ->check(Parsed(parse_size));
+}
+
 void AddCommands(CLI::App& app, Arguments& arguments) {
   AddRegister(app, arguments);
   app.add_subcommand("list", "List the layers")
@@ -228,10 +336,12 @@ void AddCommands(CLI::App& app, Arguments& arguments) {
   AddLayer(*app.add_subcommand("unpin", "Let a layer be evicted again"), arguments, "NAME or NAME@VERSION");
   AddLayer(*app.add_subcommand("warm", "Bring a layer to its devices and run it once"), arguments,
            "NAME or NAME@VERSION");
+  AddPack(app, arguments);
+  AddInspect(app, arguments);
   app.add_subcommand("status", "Show the server, its devices and its health; exit code 1 unless it is serving")
       ->add_option("--wait", arguments.wait_seconds, "Wait up to this many seconds for it to be serving")
       ->type_name("SECONDS")
-      ->check(CLI::NonNegativeNumber);
+      ->check(Seconds(/*zero_allowed=*/true));
   for (CLI::App* command : app.get_subcommands({})) {
     command->fallthrough();  // --server and --json may follow it
     command->footer("`spmmctl --help` has the options of the connection (--server, --tls-ca, ...) and --json.");
@@ -265,7 +375,8 @@ absl::Status RunCommand(const std::string& command, const Session& session, Argu
 int Main(int argc, char** argv) {
   // gRPC's own log lines only repeat, less clearly, what the error says.
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
-  CLI::App app{"Registers pruned weight matrices with spmmd and multiplies with them.", "spmmctl"};
+  CLI::App app{"Registers pruned weight matrices with spmmd and multiplies with them; packs and inspects weight files.",
+               "spmmctl"};
   app.set_version_flag("--version", std::string("spmmctl " SPMMD_VERSION));
   app.require_subcommand(1);
   app.footer(
@@ -291,6 +402,15 @@ int Main(int argc, char** argv) {
     return app.exit(error) == 0 ? kOk : kUsage;
   }
 
+  const std::string command = app.get_subcommands().front()->get_name();
+  if (command == "pack" || command == "inspect") {
+    const absl::Status status =
+        command == "pack" ? Pack(arguments.pack, arguments.json) : Inspect(arguments.inspect, arguments.json);
+    if (status.ok()) Exit(kOk);
+    std::fflush(stdout);
+    std::fputs(LocalErrorText(status, arguments.json).c_str(), stderr);
+    Exit(kFailure);
+  }
   if (arguments.tls || !arguments.tls_options.ca_file.empty() || !arguments.tls_options.cert_file.empty()) {
     arguments.options.tls = arguments.tls_options;
   }
@@ -299,7 +419,7 @@ int Main(int argc, char** argv) {
   if (client.ok()) {
     Session session{client->get(), {}, arguments.json, !arguments.json && isatty(STDERR_FILENO) == 1};
     if (arguments.timeout_seconds > 0) session.call.timeout = absl::Seconds(arguments.timeout_seconds);
-    status = RunCommand(app.get_subcommands().front()->get_name(), session, arguments);
+    status = RunCommand(command, session, arguments);
   } else {
     status = client.status();
   }

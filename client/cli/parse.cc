@@ -87,6 +87,16 @@ absl::Status ParsePruning(const std::string& text, v1::LayerSpec& spec) {
 }
 
 absl::StatusOr<v1::DataType> ParseDataType(const std::string& text) { return ParseEnum(kDataTypes, text); }
+DType ToDType(v1::DataType dtype) {
+  switch (dtype) {
+    case v1::DATA_TYPE_F16:
+      return DType::kF16;
+    case v1::DATA_TYPE_BF16:
+      return DType::kBf16;
+    default:
+      return DType::kF32;
+  }
+}
 absl::StatusOr<v1::Format> ParseFormat(const std::string& text) { return ParseEnum(kFormats, text); }
 absl::StatusOr<v1::Placement> ParsePlacement(const std::string& text) { return ParseEnum(kPlacements, text); }
 absl::StatusOr<v1::Activation> ParseActivation(const std::string& text) { return ParseEnum(kActivations, text); }
@@ -126,6 +136,7 @@ absl::StatusOr<v1::LayerRef> ParseLayerRef(const std::string& text) {
 
 absl::StatusOr<FileAndTensor> ParseFile(const std::string& text) {
   if (absl::EndsWith(text, ".npy")) return FileAndTensor{text, "", true};
+  if (absl::EndsWith(text, kPackedExtension)) return FileAndTensor{text, "", false, true};
   for (const absl::string_view extension : {".safetensors.index.json", ".safetensors"}) {
     if (absl::EndsWith(text, extension)) return FileAndTensor{text, "", false};
     const size_t found = text.find(absl::StrCat(extension, ":"));
@@ -134,8 +145,9 @@ absl::StatusOr<FileAndTensor> ParseFile(const std::string& text) {
     if (file.tensor.empty()) return absl::InvalidArgumentError(absl::StrCat("'", text, "': no tensor after the colon"));
     return file;
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("'", text, "': expected FILE.npy, FILE.safetensors[:TENSOR] or FILE.safetensors.index.json:TENSOR"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      "'", text, "': expected FILE.npy, FILE.safetensors[:TENSOR], FILE.safetensors.index.json:TENSOR or FILE",
+      kPackedExtension));
 }
 
 }  // namespace spmmd::cli

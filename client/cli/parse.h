@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/base/dtype.h"
 #include "spmm/v1/layer_catalog.pb.h"
 #include "spmm/v1/sparse_matmul.pb.h"
 #include "spmm/v1/types.pb.h"
@@ -19,6 +20,7 @@ absl::Status ParsePruning(const std::string& text, v1::LayerSpec& spec);
 
 // "fp16", "bf16", "fp32".
 absl::StatusOr<v1::DataType> ParseDataType(const std::string& text);
+DType ToDType(v1::DataType dtype);  // of what ParseDataType gives
 // "auto", "dense", "bitmap", "three_layer", "rlc_csc", "row_stream"; any case.
 absl::StatusOr<v1::Format> ParseFormat(const std::string& text);
 // "single", "replicated", "sharded".
@@ -35,11 +37,15 @@ std::string ToString(v1::Placement placement);
 // "NAME" or "NAME@VERSION".
 absl::StatusOr<v1::LayerRef> ParseLayerRef(const std::string& text);
 
-// "W.npy", "W.safetensors", "W.safetensors:TENSOR", "W.safetensors.index.json:TENSOR".
+// What `spmmctl pack` calls its files.
+inline constexpr char kPackedExtension[] = ".spmmpk";
+
+// "W.npy", "W.safetensors", "W.safetensors:TENSOR", "W.safetensors.index.json:TENSOR", "W.spmmpk".
 struct FileAndTensor {
   std::string path;
   std::string tensor;  // empty when not given
   bool is_npy = false;
+  bool is_packed = false;
 };
 absl::StatusOr<FileAndTensor> ParseFile(const std::string& text);
 

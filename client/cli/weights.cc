@@ -1,11 +1,14 @@
 #include "client/cli/weights.h"
 
 #include <cstddef>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/format/compressed_tensors.h"
+#include "kernels/format/container.h"
 #include "kernels/format/npy.h"
 #include "kernels/format/safetensors.h"
 
@@ -41,13 +44,13 @@ absl::StatusOr<DType> FromProto(v1::DataType dtype) {
 absl::StatusOr<std::vector<std::string>> SomeMatrices(SafetensorsCheckpoint& checkpoint) {
   constexpr size_t kListed = 10;
   std::vector<std::string> matrices;
-  for (const std::string& name : checkpoint.TensorNames()) {
+  for (const std::string& name : CheckpointWeightNames(checkpoint)) {
     if (matrices.size() == kListed) {
       matrices.emplace_back("...");
       break;
     }
-    SPMMD_ASSIGN_OR_RETURN(const SafetensorsTensor tensor, checkpoint.Find(name));
-    if (tensor.shape.size() == 2) matrices.push_back(name);
+    SPMMD_ASSIGN_OR_RETURN(const WeightDescription weight, DescribeCheckpointWeight(&checkpoint, name));
+    if (weight.shape.size() == 2) matrices.push_back(name);
   }
   return matrices;
 }
@@ -56,8 +59,15 @@ absl::StatusOr<std::vector<std::string>> SomeMatrices(SafetensorsCheckpoint& che
 
 absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file) {
   if (file.is_npy) return ReadNpy(file.path);
+  if (file.is_packed) {
+    SPMMD_ASSIGN_OR_RETURN(const LayerFile packed, ReadLayerFile(file.path));
+    return Unpack(packed.layer);
+  }
   SPMMD_ASSIGN_OR_RETURN(SafetensorsCheckpoint checkpoint, SafetensorsCheckpoint::Open(file.path));
-  if (!file.tensor.empty() && checkpoint.Contains(file.tensor)) return checkpoint.ReadMatrix(file.tensor);
+  if (!file.tensor.empty()) {
+    absl::StatusOr<DenseMatrix> matrix = ReadCheckpointWeight(&checkpoint, file.tensor);
+    if (!absl::IsNotFound(matrix.status()) || checkpoint.Contains(file.tensor)) return matrix;
+  }
   SPMMD_ASSIGN_OR_RETURN(const std::vector<std::string> matrices, SomeMatrices(checkpoint));
   if (!file.tensor.empty()) {
     return absl::NotFoundError(
@@ -68,14 +78,20 @@ absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file) {
     return absl::InvalidArgumentError(absl::StrCat(file.path, ": has several matrices, name one as ", file.path,
                                                    ":TENSOR: ", absl::StrJoin(matrices, ", ")));
   }
-  return checkpoint.ReadMatrix(matrices[0]);
+  return ReadCheckpointWeight(&checkpoint, matrices[0]);
+}
+
+absl::StatusOr<std::vector<float>> PackedBias(const FileAndTensor& file) {
+  if (!file.is_packed) return std::vector<float>();
+  SPMMD_ASSIGN_OR_RETURN(LayerFile packed, ReadLayerFile(file.path));
+  return std::move(packed.bias);
 }
 
 absl::StatusOr<std::vector<float>> ReadBias(const std::string& bias, const FileAndTensor& weights, int64_t m) {
-  FileAndTensor file{weights.path, bias, false};
+  FileAndTensor file{weights.path, bias, false, false};
   if (absl::StatusOr<FileAndTensor> own_file = ParseFile(bias); own_file.ok()) {
     file = *std::move(own_file);
-  } else if (weights.is_npy) {
+  } else if (weights.is_npy || weights.is_packed) {
     return absl::InvalidArgumentError(
         absl::StrCat("--bias: '", bias, "' is no file, and ", weights.path, " has no named tensors"));
   }

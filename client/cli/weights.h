@@ -12,9 +12,13 @@
 
 namespace spmmd::cli {
 
-// The matrix of a .npy file, or the named tensor of a .safetensors file. A .safetensors file with a single matrix needs
-// no name. Errors name the file, and list tensors when the name is missing or wrong.
+// The matrix of a .npy file, the named tensor of a .safetensors file ("P.weight" also in the bitmask forms of
+// compressed-tensors), or what a packed-layer file holds. A .safetensors file with a single matrix needs no name.
+// Errors name the file, and list tensors when the name is missing or wrong.
 absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file);
+
+// The bias in a packed-layer file; empty when it has none, and for every other file.
+absl::StatusOr<std::vector<float>> PackedBias(const FileAndTensor& file);
 
 // A vector of `m` elements as fp32. `bias` is a file, or the name of a tensor in `weights`, which must then be a
 // .safetensors file.

@@ -319,6 +319,138 @@ class Spmmctl(unittest.TestCase):
             2, "--sparse-threshold", "run", "s", "--input", self.x_file, "--output", "y", "--sparse-threshold=-1"
         )
 
+    def test_pack_inspect_and_register_what_was_packed(self):
+        packed = str(self.directory / "w.spmmpk")
+        half = write_npy(self.directory / "half.npy", self.w, "fp16")
+        bias = [fp32(0.1 * m) for m in range(self.M)]
+        bias_file = write_npy(self.directory / "bias.npy", [bias])
+        options = ("--format", "three_layer", "--prune", "magnitude:0.5", "--bias", bias_file)
+        report = spmmctl("pack", half, "-o", packed, "--json", *options).json
+        self.assertEqual((report["format"], report["m"], report["k"]), ("THREE_LAYER", self.M, self.K))
+        self.assertEqual(report["nnz"], self.M * self.K // 2)
+        self.assertGreater(report["seconds"], 0)
+        self.assertNotIn("density", report)
+
+        seen = spmmctl("inspect", packed, "--json").json
+        self.assertEqual(
+            {k: v for k, v in report.items() if k != "seconds"}, {k: v for k, v in seen.items() if k != "density"}
+        )
+        self.assertEqual(sum(section["bytes"] for section in seen["sections"]), seen["bytes"])
+        self.assertEqual(seen["values_bytes"] + seen["metadata_bytes"] + seen["padding_bytes"], seen["bytes"])
+        self.assertEqual(seen["file_bytes"], os.path.getsize(packed))
+        shares = seen["shares"]
+        self.assertAlmostEqual(shares["sparse_tc"] + shares["slot_filled"] + shares["residual"], 1)
+        self.assertEqual(seen["metadata"], {"pruning": "magnitude:0.5", "source": half})
+        cells = seen["density"]["cells"]
+        self.assertEqual((len(cells), len(cells[0])), (seen["density"]["rows"], seen["density"]["cols"]))
+        self.assertAlmostEqual(sum(map(sum, cells)) / (len(cells) * len(cells[0])), 0.5)
+
+        text = spmmctl("inspect", packed, "--map=ascii", "--map-size", "4x8")
+        self.assertEqual((text.code, text.err), (0, ""))
+        for part in ("THREE_LAYER, layout version", "50.0 % zeros", "residual_positions", "slot_filled", "of dense"):
+            self.assertIn(part, text.out)
+        self.assertRegex(text.out, r"\n\+-{8}\+\n(\|[ .:=+*#%@-]{8}\|\n){4}\+-{8}\+\n")
+        self.assertIn("\033[48;5;", spmmctl("inspect", packed, "--map=color").out)
+        self.assertNotIn("\033", spmmctl("inspect", packed).out, "not on a pipe")
+        self.assertNotIn("density", spmmctl("inspect", packed, "--map=off").out)
+
+        self.ctl("register", "packed", "--file", packed)
+        expected = product(self.x, pruned([[fp16(v) for v in row] for row in self.w], 0.5), bias)
+        self.assert_close(self.multiply("packed", self.x_file)[2], expected, 2e-3)
+
+    def test_pack_every_format_and_read_each_back(self):
+        half = write_npy(self.directory / "half.npy", pruned(self.w, 0.5), "fp16")
+        for name in (
+            "auto",
+            "bitmap",
+            "bitmap_gpu",
+            "row_stream",
+            "column_piece",
+            "three_layer",
+            "rlc_csc",
+            "dense",
+            "csr",
+            "coo",
+        ):
+            with self.subTest(name):
+                packed = str(self.directory / f"{name}.spmmpk")
+                line = spmmctl("pack", half, "-o", packed, "--format", name)
+                self.assertEqual((line.code, line.err), (0, ""))
+                self.assertRegex(line.out, rf"^packed .*50\.0 % zeros.* -> {packed}\n$")
+                back = str(self.directory / "back.spmmpk")
+                # Through another format, so that the reader of weights unpacks this one.
+                self.assertEqual(spmmctl("pack", packed, "-o", back, "--format", "dense").code, 0)
+                seen = spmmctl("inspect", back, "--json", "--map-size=48x64").json["density"]
+                whole = [[float(v != 0) for v in row] for row in pruned(self.w, 0.5)]
+                self.assertEqual(seen["cells"], whole)
+
+    def test_pack_all_of_a_checkpoint(self):
+        flat = [v for row in self.w for v in row]
+        path = write_safetensors(
+            self.directory / "model.safetensors",
+            {"a.bias": ([2], [1, 2]), "a.weight": ([self.M, self.K], flat), "../b": ([2, 2], [1, 0, 0, 4])},
+        )
+        out = self.directory / "packed" / "model"
+        report = spmmctl("pack", path, "--all", "-o", out, "--prune=magnitude:0.5", "--json").json
+        self.assertEqual(sorted(os.listdir(out)), ["_._b.spmmpk", "a.weight.spmmpk"])
+        self.assertEqual(
+            {layer["metadata"]["source"] for layer in report["layers"]}, {f"{path}:../b", f"{path}:a.weight"}
+        )
+        self.assertEqual(spmmctl("pack", path, "--all", "-o", out).out.count("\n"), 2)
+        data = pathlib.Path(__file__).resolve().parents[1] / "data" / "compressed_tensors"
+        index = data / "sharded" / "model.safetensors.index.json"
+        layers = spmmctl("pack", index, "--all", "-o", out / "ct", "--json").json["layers"]
+        dense = data / "dense.safetensors"
+        for layer in layers:
+            tensor = layer["metadata"]["source"].split(".json:")[1]
+            self.assertEqual(layer["nnz"], spmmctl("inspect", f"{dense}:{tensor}", "--json").json["nnz"], tensor)
+        self.assertGreaterEqual(len(layers), 3)
+
+    def test_pack_and_inspect_refuse_what_is_wrong(self):
+        packed = str(self.directory / "p.spmmpk")
+        nan = write_npy(self.directory / "nan.npy", [[1.0, math.nan]])
+
+        def fails(code, pattern, *arguments):
+            result = spmmctl(*arguments)
+            self.assertEqual(result.code, code, f"{arguments}: {result.out}{result.err}")
+            self.assertEqual(result.out, "")
+            self.assertRegex(result.err, pattern)
+
+        fails(2, "FILE is required", "pack")
+        fails(2, "--output is required", "pack", self.w_file)
+        fails(2, "'zip' is not one of auto, bitmap, ", "pack", self.w_file, "-o", packed, "--format=zip")
+        fails(2, "expected magnitude:SPARSITY", "pack", self.w_file, "-o", packed, "--prune=half")
+        fails(2, r"expected FILE.npy", "pack", "w.bin", "-o", packed)
+        fails(1, "THREE_LAYER.*fp16|dtype", "pack", self.w_file, "-o", packed, "--format=three_layer")
+        fails(1, "NOT_FOUND.*missing.npy", "pack", "missing.npy", "-o", packed)
+        fails(1, "nan.npy.*row 0, column 1", "pack", nan, "-o", packed)
+        fails(1, "no/such", "pack", self.w_file, "-o", "no/such/p.spmmpk")
+        fails(1, "--all: takes", "pack", self.w_file, "--all", "-o", packed)
+        self.assertFalse(os.path.exists(packed))
+        self.assertEqual(spmmctl("pack", self.w_file, "-o", packed).code, 0)
+        raw = pathlib.Path(packed).read_bytes()
+        for damage in (raw[:-1], raw[:5000] + bytes([raw[5000] ^ 4]) + raw[5001:], b"nonsense", b""):
+            pathlib.Path(packed).write_bytes(damage)
+            fails(1, "p.spmmpk: ", "inspect", packed)
+        fails(1, "NOT_FOUND", "inspect", "missing.spmmpk")
+        fails(1, "wrong magic", "inspect", __file__)
+        fails(2, "'0x4' is not ROWSxCOLS", "inspect", packed, "--map-size=0x4")
+        fails(2, "not one of auto, color", "inspect", packed, "--map=png")
+        error = json.loads(spmmctl("--json", "inspect", "missing.spmmpk").err)["error"]
+        self.assertEqual((error["code"], error["hint"]), ("NOT_FOUND", ""))
+
+    def test_numbers_that_are_none(self):
+        for value in ("nan", "inf", "-inf", "-1", "0", "1e10", "x"):
+            self.fails(2, f"--timeout: '{value}' is not a number of seconds above 0", f"--timeout={value}", "list")
+            if value != "0":
+                self.fails(2, f"--wait: '{value}' is not a number of seconds from 0", "status", f"--wait={value}")
+        for value in ("nan", "inf", "-0.5", "x"):
+            for command in (
+                ("run", "s", "--input", self.x_file, "--output", "y", f"--sparse-threshold={value}"),
+                ("register", "s", "--file", self.w_file, f"--activation-threshold={value}"),
+            ):
+                self.fails(2, f"threshold: '{value}' is not a finite number from 0", *command)
+
     def test_n_of_m_pruning(self):
         layer = self.ctl("register", "nm", "--file", self.w_file, "--prune", "nm:2:4", "--json").json
         self.assertEqual(layer["nnz"], self.M * self.K // 2)

@@ -29,6 +29,7 @@ from spmmd.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from spmmd.packed import Inspection, PackedFile, PackedFileError, inspect, pack
 from spmmd.program import Outputs, Program, RegisteredProgram, Value
 from spmmd.sharding import Move, ShardedClient, moves, shard_key, shard_of
 from spmmd.stream import Stream
@@ -72,6 +73,7 @@ __all__ = [
     "FieldViolation",
     "Format",
     "HealthStatus",
+    "Inspection",
     "InternalError",
     "InvalidArgumentError",
     "Layer",
@@ -81,6 +83,8 @@ __all__ = [
     "Move",
     "NotFoundError",
     "Outputs",
+    "PackedFile",
+    "PackedFileError",
     "PermissionDeniedError",
     "Placement",
     "Program",
@@ -103,7 +107,9 @@ __all__ = [
     "UnimplementedError",
     "Value",
     "__version__",
+    "inspect",
     "moves",
+    "pack",
     "shard_key",
     "shard_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -358,6 +359,10 @@ class Client:
 
     def _run_registration(self, registration: Registration, timeout: float | None) -> Layer:
         metadata = with_layer(self._metadata, registration.layer)
-        return registration.run(
-            lambda requests: self._catalog.RegisterLayer(requests, timeout=timeout, metadata=metadata)
-        )
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def start(requests: Any) -> Any:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            return self._catalog.RegisterLayer(requests, timeout=left, metadata=metadata)
+
+        return registration.run(start)
