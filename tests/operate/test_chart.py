@@ -18,6 +18,8 @@ import yaml
 from live import BLOCK, DASHBOARDS, REPOSITORY, RULES, self_signed
 from local_server import LocalServer
 
+import spmmd
+
 CHART = REPOSITORY / "helm" / "spmmd"
 VALUES = sorted((CHART / "ci").glob("*-values.yaml"))
 # The oldest and the newest Kubernetes that the chart is checked with; Chart.yaml's kubeVersion is the oldest.
@@ -94,13 +96,47 @@ def pod_specs(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return specs + [item["spec"] for item in of_kind(objects, "Pod")]
 
 
-# No schema of these is to be had offline: the fields that the chart writes, by hand from their documentation.
+# The fields of custom resources that the chart writes. SPMMD_CRDS may name a folder with the operators' own definitions
+# (CustomResourceDefinition files), which no package registry has.
 CUSTOM_FIELDS = {
     "ServiceMonitor": {"selector", "endpoints"},
     "PrometheusRule": {"groups"},
     "ScaledObject": {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "triggers"},
     "GRPCRoute": {"parentRefs", "hostnames", "rules"},
 }
+
+
+def strict(schema: Any) -> Any:
+    """A definition's schema that refuses unknown fields, as the API server warns of them."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {key: strict(value) for key, value in schema.items() if not key.startswith("x-kubernetes-")}
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        result.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        result.pop("type", None)
+        result.pop("anyOf", None)
+        result["type"] = ["integer", "string"]
+    return result
+
+
+@pytest.mark.skipif("SPMMD_CRDS" not in os.environ, reason="SPMMD_CRDS names no folder with resource definitions")
+def test_custom_resources_fit_their_definitions(objects: list[dict[str, Any]]) -> None:
+    import jsonschema
+
+    schemas = {}
+    for path in Path(os.environ["SPMMD_CRDS"]).glob("*.yaml"):
+        for definition in yaml.safe_load_all(path.read_text()):
+            for version in definition["spec"]["versions"]:
+                key = (f"{definition['spec']['group']}/{version['name']}", definition["spec"]["names"]["kind"])
+                schemas[key] = strict(version["schema"]["openAPIV3Schema"])
+    for item in objects:
+        if item["kind"] in CUSTOM_FIELDS:
+            schema = schemas[item["apiVersion"], item["kind"]]
+            schema["properties"]["metadata"] = {}
+            jsonschema.Draft7Validator(schema).validate(item)
 
 
 def test_custom_resources(objects: list[dict[str, Any]]) -> None:
@@ -113,6 +149,39 @@ def test_custom_resources(objects: list[dict[str, Any]]) -> None:
         for rule in route["spec"]["rules"]:
             assert len(rule.get("matches", [])) <= 64
             assert {backend["name"] for backend in rule["backendRefs"]} <= services
+
+
+def test_routes_follow_the_rule_of_the_clients() -> None:
+    routes = of_kind(render(CHART / "ci" / "sharded-values.yaml"), "GRPCRoute")
+    routed = {
+        header["value"]: rule["backendRefs"][0]["name"]
+        for route in routes
+        for rule in route["spec"]["rules"]
+        for match in rule["matches"]
+        for header in match["headers"]
+    }
+    layers = yaml.safe_load((CHART / "ci" / "sharded-values.yaml").read_text())["layers"]
+    assert routed == {layer["name"]: f"r-spmmd-shard-{spmmd.shard_of(layer['name'], 5)}" for layer in layers}
+
+
+def test_shards_have_replicas_of_their_own() -> None:
+    objects = workloads(render(CHART / "ci" / "sharded-values.yaml"))
+    assert [item["spec"]["replicas"] for item in objects] == [3, 2, 4, 2, 2]
+
+
+def test_a_change_of_the_number_keeps_the_smaller_one() -> None:
+    def counts(*options: str) -> list[tuple[int, int]]:
+        objects = render(CHART / "ci" / "sharded-values.yaml", *options)
+        arguments = [spec["containers"][0]["args"] for spec in pod_specs(workloads(objects))]
+        return sorted(
+            tuple(int(a.split("=")[1]) for a in args if a.startswith("--shard-"))  # type: ignore[misc]
+            for args in arguments
+        )
+
+    assert counts() == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 5)]
+    assert counts("--set", "sharding.shards=4", "--set", "sharding.transitionFrom=5") == counts()
+    assert counts("--set", "sharding.transitionFrom=0") == [(i, 5) for i in range(5)]
+    assert counts("--set", "sharding.shards=0") == [()]
 
 
 def test_names_and_labels(objects: list[dict[str, Any]]) -> None:
