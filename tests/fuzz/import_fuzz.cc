@@ -1,11 +1,10 @@
 // The importers of uploads (CSR, COO, both bitmaps, dense): whatever is accepted has at most the entries that came in.
-#include <fuzzer/FuzzedDataProvider.h>
-
 #include <cstdlib>
 #include <vector>
 
 #include "kernels/base/thread_pool.h"
 #include "kernels/format/import.h"
+#include "tests/fuzz/fuzz_input.h"
 
 extern "C" int LLVMFuzzerInitialize(int* /*argc*/, char*** /*argv*/) {
   spmmd::SetDefaultThreads(1);
@@ -14,19 +13,17 @@ extern "C" int LLVMFuzzerInitialize(int* /*argc*/, char*** /*argv*/) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using spmmd::Bytes;
-  FuzzedDataProvider input(data, size);
-  const int encoding = input.ConsumeIntegralInRange<int>(0, 4);
-  const auto dtype = static_cast<spmmd::DType>(input.ConsumeIntegralInRange<int>(0, 4));
-  const auto m = input.ConsumeIntegralInRange<int64_t>(0, 70);
-  const auto k = input.ConsumeIntegralInRange<int64_t>(0, 70);
+  spmmd::fuzz::FuzzInput input(data, size);
+  const int64_t encoding = input.Integer(0, 4);
+  const auto dtype = static_cast<spmmd::DType>(input.Integer(0, 4));
+  const int64_t m = input.Integer(0, 70);
+  const int64_t k = input.Integer(0, 70);
   const size_t element = spmmd::IsValid(dtype) ? spmmd::SizeOf(dtype) : 2;
   // Part sizes are what they should be, give or take: most of the time the contents decide.
-  const auto entries = input.ConsumeIntegralInRange<size_t>(0, 300);
+  const auto entries = static_cast<size_t>(input.Integer(0, 300));
   const auto take = [&](size_t bytes) {
-    if (input.ConsumeProbability<float>() < 0.02f) bytes = input.ConsumeIntegralInRange<size_t>(0, 2 * bytes + 2);
-    std::vector<uint8_t> part = input.ConsumeBytes<uint8_t>(bytes);
-    part.resize(bytes);
-    return part;
+    if (input.Integer(0, 49) == 49) bytes = static_cast<size_t>(input.Integer(0, static_cast<int64_t>(2 * bytes + 2)));
+    return input.Bytes(bytes);
   };
   const auto bytes = [](const std::vector<uint8_t>& part) {
     return Bytes(reinterpret_cast<const std::byte*>(part.data()), part.size());

@@ -90,7 +90,7 @@ int main(int argc, char** argv) {
   Write(root / "safetensors_index" / "escape", R"({"weight_map":{"a":"../../etc/passwd","b":"/etc/passwd"}})");
 
   for (int encoding = 0; encoding < 5; ++encoding) {
-    // FuzzedDataProvider takes integers from the end; plain noise of several lengths reaches all encodings.
+    // FuzzInput takes integers from the end; plain noise of several lengths reaches all encodings.
     std::mt19937_64 random(static_cast<uint64_t>(encoding));
     std::string noise(static_cast<size_t>(50 + 150 * encoding), '\0');
     for (char& byte : noise) byte = static_cast<char>(random() % 3 == 0 ? random() : random() % 4);
