@@ -97,15 +97,21 @@ absl::StatusOr<std::unique_ptr<FileSource>> FileSource::Open(const std::string& 
     }
     return FieldError("spec.file.path", "must not leave the model repository");
   }
-  const bool npy = absl::EndsWith(source->path_, ".npy");
-  const absl::Status opened = npy ? source->OpenNpy(spec) : source->OpenSafetensors(spec);
+  absl::Status opened;
+  if (absl::EndsWith(source->path_, ".npy")) {
+    opened = source->OpenNpy(spec);
+  } else if (absl::EndsWith(source->path_, ".spmmpk")) {
+    opened = source->OpenPacked(spec);
+  } else {
+    opened = source->OpenSafetensors(spec);
+  }
   if (!opened.ok()) return opened;
   return source;
 }
 
 absl::Status FileSource::OpenSafetensors(pb::LayerSpec* spec) {
   if (!absl::EndsWith(path_, ".safetensors") && !absl::EndsWith(path_, ".json")) {
-    return FieldError("spec.file.path", "must end in .safetensors, .safetensors.index.json or .npy");
+    return FieldError("spec.file.path", "must end in .safetensors, .safetensors.index.json, .npy or .spmmpk");
   }
   if (tensor_.empty()) return FieldError("spec.file.tensor", "must name a tensor of the .safetensors file");
   absl::StatusOr<SafetensorsCheckpoint> checkpoint = SafetensorsCheckpoint::Open(path_, repository_);
@@ -143,14 +149,34 @@ absl::Status FileSource::OpenNpy(pb::LayerSpec* spec) {
   return Reconcile(array->dtype, array->shape, spec);
 }
 
+absl::Status FileSource::OpenPacked(pb::LayerSpec* spec) {
+  if (!tensor_.empty()) return FieldError("spec.file.tensor", "must be empty for a .spmmpk file");
+  if (!bias_tensor_.empty()) return FieldError("spec.file.bias_tensor", "must be empty for a .spmmpk file");
+  absl::StatusOr<LayerFile> file = ReadLayerFile(path_);
+  if (!file.ok()) return AtFileField("spec.file.path", file.status());
+  packed_ = *std::move(file);
+  const PackedLayer& layer = packed_->layer;
+  if (spec->has_bias() && packed_->bias.empty()) return FieldError("spec.has_bias", "is set, but the file has no bias");
+  SPMMD_RETURN_IF_ERROR(Reconcile(layer.dtype, {layer.m, layer.k}, spec));
+  spec->set_has_bias(!packed_->bias.empty());
+  return absl::OkStatus();
+}
+
 absl::StatusOr<DenseMatrix> FileSource::ReadWeights() {
-  absl::StatusOr<DenseMatrix> weights =
-      checkpoint_.has_value() ? ReadCheckpointWeight(&*checkpoint_, tensor_) : ReadNpy(path_);
+  absl::StatusOr<DenseMatrix> weights;
+  if (packed_.has_value()) {
+    weights = Unpack(packed_->layer);
+  } else if (checkpoint_.has_value()) {
+    weights = ReadCheckpointWeight(&*checkpoint_, tensor_);
+  } else {
+    weights = ReadNpy(path_);
+  }
   if (!weights.ok()) return AtFileField("spec.file.path", weights.status());
   return weights;
 }
 
 absl::StatusOr<std::vector<float>> FileSource::ReadBias() {
+  if (packed_.has_value()) return packed_->bias;
   if (bias_tensor_.empty()) return std::vector<float>();
   const absl::StatusOr<DenseMatrix> matrix = checkpoint_->ReadMatrix(bias_tensor_);
   if (!matrix.ok()) return AtFileField("spec.file.bias_tensor", matrix.status());

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "kernels/format/container.h"
 #include "kernels/format/dense.h"
 #include "kernels/format/safetensors.h"
 #include "server/pb.h"
@@ -33,6 +34,7 @@ class FileSource {
   FileSource() = default;
   absl::Status OpenSafetensors(pb::LayerSpec* spec);
   absl::Status OpenNpy(pb::LayerSpec* spec);
+  absl::Status OpenPacked(pb::LayerSpec* spec);
   // An error of the file readers as one of the caller's field, without this host's directories.
   absl::Status AtFileField(absl::string_view field, const absl::Status& status) const;
 
@@ -40,7 +42,8 @@ class FileSource {
   std::string path_;        // absolute
   std::string tensor_;
   std::string bias_tensor_;
-  std::optional<SafetensorsCheckpoint> checkpoint_;  // else .npy
+  std::optional<SafetensorsCheckpoint> checkpoint_;
+  std::optional<LayerFile> packed_;  // with neither: .npy
 };
 
 }  // namespace spmmd::server

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "absl/strings/str_format.h"
+#include "kernels/format/container.h"
 #include "kernels/format/npy.h"
 #include "tests/server/core/core_harness.h"
 
@@ -778,6 +779,39 @@ TEST_F(FileTest, ErrorsShowNoDirectoryOfTheHost) {
     EXPECT_THAT(std::string(status.message()), ::testing::Not(HasSubstr(root_.string()))) << path;
     EXPECT_THAT(std::string(status.message()), HasSubstr("spec.file.")) << path;
   }
+}
+
+TEST_F(FileTest, PackedLayerFile) {
+  const DenseMatrix w = RandomMatrix(DType::kF16, 70, 90, 0.5, 1);
+  LayerFile file;
+  file.layer = *Pack(Format::kThreeLayer, w.view());  // which the CPU cannot execute: it is packed anew
+  file.bias.assign(70, 2.0f);
+  const std::string path = (root_ / "models/w.spmmpk").string();
+  ASSERT_TRUE(WriteLayerFile(path, file).ok());
+  pb::LayerSpec spec;
+  spec.set_name("w");
+  spec.mutable_file()->set_path("w.spmmpk");
+  const auto layer = Load(spec);
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_TRUE(layer->has_bias());
+  EXPECT_EQ(layer->format(), pb::FORMAT_BITMAP);
+  EXPECT_EQ(Bytes(Stored(*core_, "w").view()), Bytes(w.view()));
+  spec.mutable_file()->set_tensor("t");
+  EXPECT_EQ(FieldOf(Load(spec).status()), "spec.file.tensor");
+  spec.mutable_file()->clear_tensor();
+  spec.set_k(91);
+  EXPECT_EQ(FieldOf(Load(spec).status()), "spec.k");
+  spec.clear_k();
+
+  file.bias.clear();
+  ASSERT_TRUE(WriteLayerFile(path, file).ok());
+  spec.set_has_bias(true);
+  EXPECT_EQ(FieldOf(Load(spec).status()), "spec.has_bias");
+  spec.clear_has_bias();
+  std::fstream(path, std::ios::in | std::ios::out | std::ios::binary).seekp(5000).put('\x55');
+  const absl::Status damaged = Load(spec).status();
+  EXPECT_EQ(damaged.code(), absl::StatusCode::kDataLoss) << damaged;
+  EXPECT_THAT(std::string(damaged.message()), HasSubstr("spec.file.path: w.spmmpk: section"));
 }
 
 TEST_F(FileTest, CompressedTensorsCheckpoint) {
