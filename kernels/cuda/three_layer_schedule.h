@@ -10,30 +10,33 @@
 
 namespace spmmd::cuda::three_layer_plan {
 
+inline constexpr int kMaxTeams = 7;  // with the warp that feeds X, 15 warps: 128 registers a thread
 inline constexpr int kMaxStages = 4;
 inline constexpr int kMaxBoxes = 8;
 inline constexpr int kPartialsPerCta = 2;
-inline constexpr int kTileRows = 64;
 inline constexpr int64_t kValueBytes = 8192;
 inline constexpr int64_t kMetadataBytes = 1024;
-inline constexpr int64_t kTurnBytes = 512;      // a warp's place for turning fragments into rows
 inline constexpr int64_t kMaxCodeBytes = 2048;  // staged in shared memory; a tile with more reads its codes from L2
 
-// A block is one row of tiles for each warp; a unit is one tile for each warp, block by block along K. CTA c has units
-// [Begin(c), Begin(c + 1)). The part of a block that a CTA has is a segment; a block of several segments is added up
-// from partial sums.
+// A team of two warps works on a tile; a unit is one tile for each team, `height` of them along M and `depth` along K.
+// A block is `height` rows of tiles. CTA c has units [Begin(c), Begin(c + 1)), block by block along K. The part of a
+// block that a CTA has is a segment; a block of several segments is added up from partial sums.
 struct Plan {
   int row_tiles;
   int col_tiles;
   int ctas;
-  int warps;
-  int stages;      // tiles that a warp has in shared memory or on their way there
-  int boxes;       // tiles of X in shared memory
+  int height;
+  int depth;
+  int stages;      // tiles that a team has in shared memory or on their way there
+  int boxes;       // tiles of X in shared memory for each place along K
   int code_bytes;  // that a stage has room for
-  int surplus;     // 0: no tile of the layer has any, and there is no room for it
+  int scratch;     // bytes a team: W_r, and sums on their way between teams
+  int surplus;     // 0: no tile of the layer has any
 
-  SPMMD_HOST_DEVICE int blocks() const { return (row_tiles + warps - 1) / warps; }
-  SPMMD_HOST_DEVICE int units() const { return blocks() * col_tiles; }
+  SPMMD_HOST_DEVICE int teams() const { return height * depth; }
+  SPMMD_HOST_DEVICE int blocks() const { return (row_tiles + height - 1) / height; }
+  SPMMD_HOST_DEVICE int block_units() const { return (col_tiles + depth - 1) / depth; }
+  SPMMD_HOST_DEVICE int units() const { return blocks() * block_units(); }
   SPMMD_HOST_DEVICE int Begin(int cta) const {
     const int all = units();
     return cta * (all / ctas) + Min(cta, all % ctas);
@@ -47,43 +50,44 @@ struct Plan {
   }
   // The first and the last CTA that have a segment of `block`; equal when there is nothing to add up.
   SPMMD_HOST_DEVICE IntPair Owners(int block) const {
-    return IntPair{Owner(block * col_tiles), Owner((block + 1) * col_tiles - 1)};
+    return IntPair{Owner(block * block_units()), Owner((block + 1) * block_units() - 1)};
   }
-  // Which of a CTA's partial sums its segment of `block` is, when it is one: only its first and its last segment can
-  // be.
+  // Which of the partial sums a CTA's segment of `block` is, when it is one: only its first and last segment can be.
   SPMMD_HOST_DEVICE int Partial(int cta, int block) const {
-    return cta * kPartialsPerCta + (Begin(cta) / col_tiles == block ? 0 : 1);
+    return cta * kPartialsPerCta + (Begin(cta) >= block * block_units() ? 0 : 1);
   }
 };
 
 // Dynamic shared memory of a launch.
-inline int64_t BoxBytes(int tokens) { return int64_t{tokens} * 256; }
 inline int64_t SharedBytes(const Plan& plan, int tokens) {
-  return plan.boxes * BoxBytes(tokens) + plan.warps * (plan.stages * (kValueBytes + kMetadataBytes + plan.code_bytes) +
-                                                       (plan.surplus != 0 ? kValueBytes : 0) + kTurnBytes);
+  return int64_t{plan.depth} * plan.boxes * tokens * 256 +
+         int64_t{plan.teams()} * (plan.stages * (kValueBytes + kMetadataBytes + plan.code_bytes) + plan.scratch);
 }
 
-// variant: 0 for the usual cut, 1 to 8 for others that benchmarks try.
+// variant: 0 for the usual cut, 1 to 12 for others that benchmarks try.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_tiles, int64_t col_tiles, int tokens,
-                     int64_t max_code_bytes, bool surplus, int max_warps, int variant) {
+                     int64_t max_code_bytes, bool surplus, int variant) {
+  constexpr struct {
+    int height, depth, stages;
+  } kCuts[] = {{2, 3, 2}, {3, 2, 2}, {6, 1, 2}, {1, 6, 2}, {7, 1, 2}, {1, 7, 1},
+               {2, 3, 1}, {3, 2, 1}, {7, 1, 1}, {2, 2, 3}, {2, 3, 3}, {5, 1, 2}};
   Plan plan = {};
   plan.row_tiles = static_cast<int>(row_tiles);
   plan.col_tiles = static_cast<int>(col_tiles);
   plan.code_bytes = static_cast<int>(std::min(max_code_bytes, kMaxCodeBytes));
   plan.surplus = surplus ? 1 : 0;
-  plan.boxes = tokens <= 16 ? 6 : tokens == 32 ? 4 : 3;
-  const struct { int warps, stages; } choices[] = {{7, 1}, {11, 1}, {7, 2}, {6, 2}, {8, 2}, {11, 2}, {5, 3}, {7, 3}};
-  const auto fits = [&] { return plan.warps <= max_warps && SharedBytes(plan, tokens) <= max_shared_bytes; };
-  if (variant > 0 && variant <= 8) {
-    plan.warps = choices[variant - 1].warps;
-    plan.stages = choices[variant - 1].stages;
-  } else {
-    plan.warps = surplus && tokens > 16 ? 6 : 7;
-    plan.stages = surplus ? 2 : 3;
-  }
+  // Sums of all four strips at once, but of N = 64 half of them.
+  plan.scratch = surplus ? static_cast<int>(kValueBytes) : std::min(tokens * 256, static_cast<int>(kValueBytes));
+  const auto& cut = kCuts[variant > 0 && variant <= 12 ? variant - 1 : tokens <= 32 ? 0 : 1];
+  plan.height = cut.height;
+  plan.depth = cut.depth;
+  plan.stages = cut.stages;
+  plan.boxes = plan.depth > 1 ? 4 : 6;
+  const auto fits = [&] { return SharedBytes(plan, tokens) <= max_shared_bytes; };
   while (!fits() && plan.boxes > 2) --plan.boxes;
   while (!fits() && plan.stages > 1) --plan.stages;
-  while (!fits() && plan.warps > 1) --plan.warps;
+  while (!fits() && plan.height > 1) --plan.height;
+  while (!fits() && plan.depth > 1) --plan.depth;
   plan.ctas = static_cast<int>(std::min<int64_t>(multiprocessors, plan.units()));
   return plan;
 }

@@ -2,24 +2,26 @@
 // Models with Moderately Unstructured Sparse Weight Matrices", section 4: THREE_LAYER tiles, W_t as it lies in memory,
 // W_r built on the chip by the CUDA cores, both multiplied by mma.sp.
 //
-// Work. A warp takes whole tiles of 64 x 128. A CTA (one an SM) has as many warps along M as shared memory allows,
-// which go through K together, and one more that feeds X: a ring of boxes, by TMA, 128-byte swizzled. The CTAs share
-// all units (one tile a warp) evenly; a block of rows that several CTAs have parts of is added up from partial sums by
-// a second small kernel, launched early, always in the same order.
+// Work. A team of two warps takes whole tiles of 64 x 128. A CTA (one an SM) has up to seven teams, `height` of them
+// along M and `depth` along K, and a warp that feeds X: a ring of boxes for each place along K, by TMA, 128-byte
+// swizzled. The CTAs share all units (one tile a team) evenly. Teams along K add up in shared memory; a block of rows
+// that several CTAs have parts of is added up from partial sums by a second small kernel, launched early. Always in the
+// same order, and nobody ever waits for another CTA.
 //
-// A tile. Values, metadata and codes arrive through a private ring of bulk copies. Each lane then walks its codes and
-// moves parked values from W_t to W_r in shared memory. The paper multiplies the residual layer separately; here it is
-// stored into the unused places of W_t and W_r, which costs one store an element and no second reduction. Then both
-// are multiplied with the same B fragments; W_r is zeroed for the next tile as it is read. A tile without surplus skips
-// all of that: for 2:4 masks the kernel is a stream of 128-bit loads and mma.sp.
+// A tile. Values, metadata and codes arrive through the team's ring of bulk copies. The team's 64 lanes walk a thread's
+// codes each and move parked values from W_t to W_r in shared memory. The paper multiplies the residual layer
+// separately; here it is stored into places of W_r that no move goes to, which costs one store an element and no second
+// reduction. Then each warp multiplies two strips of 16 rows of both with the same B fragments; W_r is zeroed for the
+// next tile as it is read. A tile without surplus skips all of that: for 2:4 masks the kernel is a stream of 128-bit
+// loads and mma.sp.
 //
 // The paper lets two warpgroups alternate between decoding and multiplying, with wgmma. Here every warp does both and
-// the scheduler overlaps them; mma.sp lets W_t and W_r share the B fragments of four strips, which wgmma would read
-// from shared memory once for each, and shared memory is what limits the kernel.
+// the scheduler overlaps them; with mma.sp W_t and W_r share B fragments that wgmma would read from shared memory for
+// each.
 //
-// Bytes an element: the format's (1.23 at 50 %, 1.125 for 2:4) and partial sums. Shared-memory wavefronts a tile at N
-// tokens, 50 %: copies in 80, fragments of W_t 64, of W_r 64 and zeroing it 64, decoding about 3 x 26 without
-// conflicts, X 2 N.
+// Bytes an element: the format's and partial sums. Shared-memory wavefronts a tile at N tokens, 50 %: copies in 80,
+// fragments of W_t 64, of W_r 64 and zeroing it 64, decoding about 3 x 26 nearly without conflicts, X 4 N. A warp
+// issues an mma.sp every 14 clocks at best, a quarter of an SM one every 8.
 #include <cuda.h>
 
 #include <algorithm>
@@ -44,19 +46,22 @@ using three_layer::kFirstBytes;
 using three_layer::kNoMove;
 using three_layer_plan::kMaxBoxes;
 using three_layer_plan::kMaxStages;
+using three_layer_plan::kMaxTeams;
 using three_layer_plan::kPartialsPerCta;
 using three_layer_plan::Plan;
 
-constexpr int kStrips = 4;  // of 16 rows a tile
-constexpr int kSteps = 4;   // of 32 columns a tile
+constexpr int kTeam = 2;        // warps that share a tile
+constexpr int kStrips = 4;      // of 16 rows a tile
+constexpr int kWarpStrips = 2;  // of them a warp
+constexpr int kSteps = 4;       // of 32 columns a tile
 constexpr int kValueBytes = three_layer::kTileValueBytes;
 constexpr int kMetadataBytes = three_layer::kTileMetadataBytes;
 constexpr int kUnitBytes = static_cast<int>(three_layer::kCodeGranule);
 constexpr int kDynamicAlignment = 1024;
-// With the one that feeds X, 2 or 3 warps a quarter of an SM: 255 and 168 registers a thread. Accumulators take kTokens
-// of them.
-constexpr int kMostWarps = 11;
-constexpr int MaxWarps(int tokens) { return tokens == 64 ? 7 : kMostWarps; }
+// Named barriers: one a team, then one for the teams of each row.
+constexpr int kTeamBarrier = 1;
+constexpr int kRowBarrier = kTeamBarrier + kMaxTeams;
+static_assert(kRowBarrier + kMaxTeams <= 16);
 
 struct ThreeLayerParams {
   Plan plan;
@@ -69,25 +74,25 @@ struct ThreeLayerParams {
   const uint16_t* residual_values;
   int tokens;
   int m;
-  float4* partials;  // [CTA][kPartialsPerCta][warp][strip][token tile][lane]
+  float4* partials;  // [CTA][kPartialsPerCta][row of tiles][strip][token tile][lane]
   Epilogue epilogue;
 };
 
 // What a tile has besides its Sparse-TC layer.
 struct alignas(16) TileInfo {
-  uint32_t code_begin;  // in units of 64 bytes
-  uint32_t code_units;
-  uint32_t residual;
+  uint32_t code_begin;  // in units of codes
+  uint32_t code_end;
+  uint32_t residual_end;  // the lower half
   uint32_t pad;
   uint64_t residual_begin;
   uint64_t pad64;
 };
 
 struct ThreeLayerShared {
-  uint64_t tile_full[kMostWarps * kMaxStages];
-  uint64_t box_full[kMaxBoxes];
-  uint64_t box_empty[kMaxBoxes];
-  TileInfo infos[kMostWarps * kMaxStages];
+  uint64_t tile_full[kMaxTeams * kMaxStages];
+  uint64_t box_full[kMaxTeams * kMaxBoxes];
+  uint64_t box_empty[kMaxTeams * kMaxBoxes];
+  TileInfo infos[kMaxTeams * kTeam * kMaxStages];
 };
 
 // ---- PTX
@@ -98,26 +103,38 @@ __device__ __forceinline__ void StoreShared16(uint32_t address, uint32_t value) 
 __device__ __forceinline__ void ZeroShared128(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
+__device__ __forceinline__ void StoreShared128(uint32_t address, const float4& v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
 // What this thread wrote to shared memory is ordered before later bulk copies into it.
 __device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// D[16x8] += A[16x32] * B[32x8], A 2:4 sparse; kSelector: which lanes of each four hold the metadata.
-template <bool kIsBf16, int kSelector>
-__device__ __forceinline__ void MmaSparse(float (&d)[4], const uint4& a, const uint32_t (&b)[4], uint32_t metadata) {
+// D[16x8] += A[16x32] * B[32x8], A 2:4 sparse. Selector 0 or 1, a constant after unrolling: which lanes of each four
+// hold the metadata.
+#define SPMMD_MMA_SPARSE(type, selector)                                                                  \
+  asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                         \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, " selector ";" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata))
+template <bool kIsBf16>
+__device__ __forceinline__ void MmaSparse(float (&d)[4], const uint4& a, const uint32_t (&b)[4], uint32_t metadata,
+                                          int selector) {
   if constexpr (kIsBf16) {
-    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
-          "n"(kSelector));
+    if (selector == 0) {
+      SPMMD_MMA_SPARSE("bf16", "0x0");
+    } else {
+      SPMMD_MMA_SPARSE("bf16", "0x1");
+    }
   } else {
-    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
-          "n"(kSelector));
+    if (selector == 0) {
+      SPMMD_MMA_SPARSE("f16", "0x0");
+    } else {
+      SPMMD_MMA_SPARSE("f16", "0x1");
+    }
   }
 }
+#undef SPMMD_MMA_SPARSE
 
 // The metadata of W_r from that of W_t (three_layer_layout.h).
 __device__ __forceinline__ uint32_t ComplementMetadata(uint32_t x) {
@@ -127,38 +144,59 @@ __device__ __forceinline__ uint32_t ComplementMetadata(uint32_t x) {
 
 // ---- decoding
 
-// Byte offset of a slot from its code number. Stays inside the tile whatever the number.
-__device__ __forceinline__ uint32_t SlotOffset(uint32_t number) {
-  return (number << 7 & 0x1f80u) | (number >> 5 & 0x7eu);
+// A code number n with its two halves of 6 bits in a register such that a step is one multiply-add and the byte offset
+// of the slot, 128 (n % 64) + 2 (n / 64), one shift and one mask: n's lower half in bits 26-31 and its upper in bits
+// 20-25. The offset stays inside the tile whatever was added.
+constexpr uint32_t kPlace = (1u << 26) + (1u << 14);
+__device__ __forceinline__ uint32_t SlotOffset(uint32_t place) { return place >> 19 & 0x1ffeu; }
+
+__device__ __forceinline__ uint32_t LoadGlobal16(const uint8_t* from) {
+  return __ldg(reinterpret_cast<const uint16_t*>(from));
 }
 
-// Moves the parked values of a tile from W_t to W_r. `codes` may be shared or global memory.
-__device__ __forceinline__ void MoveParked(const uint8_t* codes, int units, uint32_t kept, uint32_t moved, int lane) {
+// Moves the parked values of a tile from W_t to W_r: what decoding thread `thread` does. The codes are at `staged` in
+// shared memory, or where they do not fit there at `global`.
+template <bool kStaged>
+__device__ __forceinline__ void MoveParked(uint32_t staged, const uint8_t* global, int units, uint32_t kept,
+                                           uint32_t moved, int thread) {
   constexpr int kBatch = 3;  // units whose loads are under way at a time
-  const uint32_t first = *reinterpret_cast<const uint32_t*>(codes + lane * 4);
-  uint32_t from = first & 0xffffu;
-  uint32_t to = first >> 16;
+  uint32_t first;
+  if constexpr (kStaged) {
+    first = LoadShared32(staged + thread * 4);
+  } else {
+    first = __ldg(reinterpret_cast<const uint32_t*>(global) + thread);
+  }
+  uint32_t from = (first & 0xffffu) * kPlace;
+  uint32_t to = (first >> 16) * kPlace;
   if (first != kNoMove) {
     const uint32_t value = LoadShared16(kept + SlotOffset(from));
     StoreShared16(kept + SlotOffset(from), 0);
     StoreShared16(moved + SlotOffset(to), value);
   }
-  const uint8_t* unit = codes + kFirstBytes + lane * 2;
+  uint32_t at = kFirstBytes + static_cast<uint32_t>(thread * 2);
 #pragma unroll 1
-  for (; units > 0; units -= kBatch, unit += kBatch * kUnitBytes) {
+  for (; units > 0; units -= kBatch, at += kBatch * kUnitBytes) {
     uint32_t source[kBatch * 2];
     uint32_t target[kBatch * 2];
     uint32_t value[kBatch * 2];
     bool live[kBatch * 2];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const uint32_t pair = i < units ? *reinterpret_cast<const uint16_t*>(unit + i * kUnitBytes) : 0u;
+      uint32_t pair = 0;
+      if (i < units) {
+        if constexpr (kStaged) {
+          pair = LoadShared16(staged + at + i * kUnitBytes);
+        } else {
+          pair = LoadGlobal16(global + at + i * kUnitBytes);
+        }
+      }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const uint32_t from_step = pair >> (8 * j) & 15u;
-        const uint32_t to_step = pair >> (8 * j + 4) & 15u;
-        from += from_step;
-        to += to_step;
+        const uint32_t code = j == 0 ? pair : pair >> 8;
+        const uint32_t from_step = code & 0xfu;
+        const uint32_t to_step = code & 0xf0u;  // 16 times the step
+        from += from_step * kPlace;
+        to += to_step * (kPlace / 16);
         live[2 * i + j] = from_step != 0 && to_step != 0;
         source[2 * i + j] = kept + SlotOffset(from);
         target[2 * i + j] = moved + SlotOffset(to);
@@ -180,9 +218,8 @@ __device__ __forceinline__ void MoveParked(const uint8_t* codes, int units, uint
   }
 }
 
-// Stores an element of the residual into the slot that is its place in W_t or W_r: empty, or it would not be here.
-__device__ __forceinline__ void PlaceResidual(uint32_t position, uint32_t value, uint32_t metadata, uint32_t kept,
-                                              uint32_t moved) {
+// Stores an element of the residual into its place in W_r.
+__device__ __forceinline__ void PlaceResidual(uint32_t position, uint32_t value, uint32_t metadata, uint32_t moved) {
   const uint32_t row = position >> 7 & 63u;
   const uint32_t quad = position >> 2 & 31u;
   const uint32_t column = position & 3u;
@@ -191,69 +228,64 @@ __device__ __forceinline__ void PlaceResidual(uint32_t position, uint32_t value,
   const uint32_t holder = (row % 8) * 4 + quad / 8 % 2 * 2 + quad % 8 / 4;  // the lane that has the metadata
   const uint32_t word = LoadShared32(metadata + ((row / 16 * 32 + holder) * 2 + quad / 16) * 4);
   const uint32_t nibble = word >> (row % 16 / 8 * 16 + quad % 4 * 4) & 15u;
-  const uint32_t p = nibble & 3u;
-  const uint32_t q = nibble >> 2;
-  const bool is_kept = column == p || column == q;
-  // Of the pair that the column is in, slot 1 has the higher column: the other one is the pair's sum less this.
-  const uint32_t other = (is_kept ? p + q : 6 - p - q) - column;
-  const uint32_t slot = group * 2 + (column > other ? 1 : 0);
-  StoreShared16((is_kept ? kept : moved) + slot * 2, value);
+  // Slot 1 of W_r has the higher column of the two: the other one is what 0 + 1 + 2 + 3 leaves.
+  const uint32_t other = 6 - (nibble & 3u) - (nibble >> 2) - column;
+  const uint32_t slot = group * 2 + (static_cast<int>(column) > static_cast<int>(other) ? 1 : 0);
+  StoreShared16(moved + slot * 2, value);
 }
 
 // ---- the kernel
 
+// Two strips of a tile: `kept`, `moved` and `metadata` are where they begin.
 template <bool kIsBf16, int kTokens, bool kSurplus>
-__device__ __forceinline__ void MultiplyTile(float (&sum)[kStrips][kTokens / 8][4], uint32_t kept, uint32_t moved,
-                                             uint32_t metadata, uint32_t x_box, int lane) {
+__device__ __forceinline__ void MultiplyStrips(float (&sum)[kWarpStrips][kTokens / 8][4], uint32_t kept, uint32_t moved,
+                                               uint32_t metadata, uint32_t x_box, int lane) {
   constexpr int kTiles = kTokens / 8;
-  constexpr int kStripsAtOnce = kTokens == 64 ? 2 : 4;
-  uint2 words[kStrips];
+  constexpr int kTilesAtOnce = kTiles < 4 ? kTiles : 4;
+  uint32_t words[kWarpStrips][2];
+  uint32_t complements[kWarpStrips][2];
 #pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip) words[strip] = LoadShared64(metadata + strip * 256 + lane * 8);
+  for (int strip = 0; strip < kWarpStrips; ++strip) {
+    const uint2 pair = LoadShared64(metadata + strip * 256 + lane * 8);
+    words[strip][0] = pair.x;
+    words[strip][1] = pair.y;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) complements[strip][i] = kSurplus ? ComplementMetadata(words[strip][i]) : 0;
+  }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    uint32_t b[kTiles][4];
+    uint4 a[kWarpStrips];
+    uint4 r[kWarpStrips];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const uint32_t at = x_box + step / 2 * (kTokens * 128) + tile * 1024;
-      LoadMatrixX4(step % 2 == 0 ? at : at ^ 64u, b[tile]);
+    for (int strip = 0; strip < kWarpStrips; ++strip) {
+      const uint32_t at = static_cast<uint32_t>(strip * kSteps + step) * 512 + lane * 16;
+      a[strip] = LoadShared128(kept + at);
+      if constexpr (kSurplus) {
+        r[strip] = LoadShared128(moved + at);
+        ZeroShared128(moved + at);
+      }
     }
 #pragma unroll
-    for (int strip0 = 0; strip0 < kStrips; strip0 += kStripsAtOnce) {
-      uint4 a[kStripsAtOnce];
-      uint4 r[kStripsAtOnce];
+    for (int tile0 = 0; tile0 < kTiles; tile0 += kTilesAtOnce) {
+      uint32_t b[kTilesAtOnce][4];
 #pragma unroll
-      for (int i = 0; i < kStripsAtOnce; ++i) {
-        const uint32_t at = static_cast<uint32_t>((strip0 + i) * kSteps + step) * 512 + lane * 16;
-        a[i] = LoadShared128(kept + at);
-        if constexpr (kSurplus) {
-          r[i] = LoadShared128(moved + at);
-          ZeroShared128(moved + at);
-        }
+      for (int i = 0; i < kTilesAtOnce; ++i) {
+        const uint32_t at = x_box + step / 2 * (kTokens * 128) + (tile0 + i) * 1024;
+        LoadMatrixX4(step % 2 == 0 ? at : at ^ 64u, b[i]);
       }
 #pragma unroll
-      for (int i = 0; i < kStripsAtOnce; ++i) {
-        const uint32_t word = step < 2 ? words[strip0 + i].x : words[strip0 + i].y;
+      for (int strip = 0; strip < kWarpStrips; ++strip) {
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          if (step % 2 == 0) {
-            MmaSparse<kIsBf16, 0>(sum[strip0 + i][tile], a[i], b[tile], word);
-          } else {
-            MmaSparse<kIsBf16, 1>(sum[strip0 + i][tile], a[i], b[tile], word);
-          }
+        for (int i = 0; i < kTilesAtOnce; ++i) {
+          MmaSparse<kIsBf16>(sum[strip][tile0 + i], a[strip], b[i], words[strip][step / 2], step % 2);
         }
       }
       if constexpr (kSurplus) {
 #pragma unroll
-        for (int i = 0; i < kStripsAtOnce; ++i) {
-          const uint32_t word = ComplementMetadata(step < 2 ? words[strip0 + i].x : words[strip0 + i].y);
+        for (int strip = 0; strip < kWarpStrips; ++strip) {
 #pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            if (step % 2 == 0) {
-              MmaSparse<kIsBf16, 0>(sum[strip0 + i][tile], r[i], b[tile], word);
-            } else {
-              MmaSparse<kIsBf16, 1>(sum[strip0 + i][tile], r[i], b[tile], word);
-            }
+          for (int i = 0; i < kTilesAtOnce; ++i) {
+            MmaSparse<kIsBf16>(sum[strip][tile0 + i], r[strip], b[i], complements[strip][step / 2], step % 2);
           }
         }
       }
@@ -261,65 +293,67 @@ __device__ __forceinline__ void MultiplyTile(float (&sum)[kStrips][kTokens / 8][
   }
 }
 
-// Turns a fragment into the quad that this lane stores, through 512 bytes of shared memory.
-__device__ __forceinline__ float4 TurnFragment(float4* turn, const float4& fragment, int lane) {
-  __syncwarp();
-  turn[lane] = fragment;
-  __syncwarp();
-  return LoadQuad(reinterpret_cast<const float*>(turn) + QuadOffset(lane));
-}
-
 template <bool kIsBf16, int kTokens>
-__global__ __launch_bounds__((MaxWarps(kTokens) + 1) * 32,
+__global__ __launch_bounds__((kMaxTeams * kTeam + 1) * 32,
                              1) void SpmmThreeLayer(const __grid_constant__ CUtensorMap x_map,
                                                     const __grid_constant__ ThreeLayerParams p) {
   constexpr int kTiles = kTokens / 8;
   constexpr int kBoxBytes = kTokens * 256;
+  // Strips of a warp whose sums pass through scratch at a time.
+  constexpr int kRoundStrips = kTokens == 64 ? 1 : kWarpStrips;
+  constexpr int kRoundFragments = kTeam * kRoundStrips * kTiles;
   extern __shared__ __align__(kDynamicAlignment) uint8_t dynamic[];
   __shared__ ThreeLayerShared shared;
   const Plan& plan = p.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int team = warp / kTeam;
+  const int role = warp % kTeam;
+  const int teams = plan.teams();
+  const int place = team / plan.height;
+  const int row = team - place * plan.height;
+  const int block_units = plan.block_units();
   const int cta = static_cast<int>(blockIdx.x);
-  const int warps = plan.warps;
   const int begin = plan.Begin(cta);
   const int end = plan.Begin(cta + 1);
   TriggerDependents();
 
-  // Dynamic shared memory: X, values, W_r, metadata, codes, turns.
+  // Dynamic shared memory: X, values, scratch, metadata, codes.
   const uint32_t x_shared = SharedAddress(dynamic);
-  const uint32_t values_at = static_cast<uint32_t>(plan.boxes * kBoxBytes);
-  const uint32_t moved_at = values_at + static_cast<uint32_t>(warps * plan.stages * kValueBytes);
-  const uint32_t metadata_at = moved_at + static_cast<uint32_t>(plan.surplus * warps * kValueBytes);
-  const uint32_t codes_at = metadata_at + static_cast<uint32_t>(warps * plan.stages * kMetadataBytes);
-  const uint32_t turns_at = codes_at + static_cast<uint32_t>(warps * plan.stages * plan.code_bytes);
-  const uint32_t full0 = SharedAddress(shared.tile_full) + static_cast<uint32_t>(warp * kMaxStages * 8);
-  const int ring0 = warp * plan.stages;
+  const uint32_t values_at = static_cast<uint32_t>(plan.depth * plan.boxes * kBoxBytes);
+  const uint32_t scratch_at = values_at + static_cast<uint32_t>(teams * plan.stages * kValueBytes);
+  const uint32_t metadata_at = scratch_at + static_cast<uint32_t>(teams * plan.scratch);
+  const uint32_t codes_at = metadata_at + static_cast<uint32_t>(teams * plan.stages * kMetadataBytes);
+  const uint32_t full0 = SharedAddress(shared.tile_full) + static_cast<uint32_t>(team * kMaxStages * 8);
+  const int ring0 = team * plan.stages;
 
-  const auto info_of = [&](int stage) -> TileInfo& { return shared.infos[warp * kMaxStages + stage]; };
-  // The warp's tile of a unit, or -1.
-  const auto tile_of = [&](int block, int col) -> int64_t {
-    const int row = block * warps + warp;
-    return row < plan.row_tiles ? static_cast<int64_t>(row) * plan.col_tiles + col : -1;
+  // The team's tile of a unit, or -1.
+  const auto tile_of = [&](int block, int unit_in_block) -> int64_t {
+    const int tile_row = block * plan.height + row;
+    const int tile_col = unit_in_block * plan.depth + place;
+    return tile_row < plan.row_tiles && tile_col < plan.col_tiles
+               ? static_cast<int64_t>(tile_row) * plan.col_tiles + tile_col
+               : -1;
   };
   const auto read_info = [&](int64_t tile) {
     TileInfo info = {};
     if (tile >= 0 && plan.surplus != 0) {
       info.code_begin = __ldg(p.code_offsets + tile);
-      info.code_units = __ldg(p.code_offsets + tile + 1) - info.code_begin;
+      info.code_end = __ldg(p.code_offsets + tile + 1);
       info.residual_begin = __ldg(p.residual_offsets + tile);
-      info.residual = static_cast<uint32_t>(__ldg(p.residual_offsets + tile + 1) - info.residual_begin);
+      info.residual_end = __ldg(reinterpret_cast<const uint32_t*>(p.residual_offsets + tile + 1));
     }
     return info;
   };
-  // One lane: a tile into a stage. One that is not there completes its barrier at once, so that every unit does.
+  // One lane of the team: a tile into a stage. One that is not there completes its barrier at once, so that every unit
+  // does.
   const auto fetch = [&](int64_t tile, const TileInfo& info, int stage) {
     const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
     if (tile < 0) {
       BarrierArrive(full);
       return;
     }
-    const uint32_t code_bytes = info.code_units * kUnitBytes;
+    const uint32_t code_bytes = (info.code_end - info.code_begin) * kUnitBytes;
     const bool staged = code_bytes > 0 && code_bytes <= static_cast<uint32_t>(plan.code_bytes);
     const uint32_t at = static_cast<uint32_t>(ring0 + stage);
     BarrierArriveExpect(full, kValueBytes + kMetadataBytes + (staged ? code_bytes : 0));
@@ -331,64 +365,71 @@ __global__ __launch_bounds__((MaxWarps(kTokens) + 1) * 32,
     }
   };
 
-  // The unit that the warp fetches next.
+  // The unit that the team fetches next.
   int ahead = begin;
-  int ahead_block = begin / plan.col_tiles;
-  int ahead_col = begin - ahead_block * plan.col_tiles;
+  int ahead_block = begin / block_units;
+  int ahead_unit = begin - ahead_block * block_units;
   const auto advance = [&] {
     ++ahead;
-    if (++ahead_col == plan.col_tiles) {
-      ahead_col = 0;
+    if (++ahead_unit == block_units) {
+      ahead_unit = 0;
       ++ahead_block;
     }
   };
-  if (warp < warps) {
+  TileInfo* const infos = shared.infos + warp * kMaxStages;
+  const uint32_t scratch = x_shared + scratch_at + static_cast<uint32_t>(team * plan.scratch);
+  // Zeroes this warp's half of the first `bytes` of scratch.
+  const auto zero_scratch = [&](int bytes) {
+    for (int i = role * bytes / 2 + lane * 16; i < (role + 1) * bytes / 2; i += 512) {
+      ZeroShared128(scratch + static_cast<uint32_t>(i));
+    }
+  };
+  if (team < teams) {
     // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches unit s.
     int64_t tile = -1;
     int fetched = 0;
     for (; fetched < plan.stages && ahead < end; ++fetched, advance()) {
-      if (lane == fetched) tile = tile_of(ahead_block, ahead_col);
+      if (lane == fetched) tile = tile_of(ahead_block, ahead_unit);
     }
-    if (lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
+    if (role == 0 && lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
     BarrierInitFence();
     __syncwarp();
     if (lane < fetched) {
       const TileInfo info = read_info(tile);
-      fetch(tile, info, lane);
-      info_of(lane) = info;
+      if (role == 0) fetch(tile, info, lane);
+      infos[lane] = info;
     }
-    if (plan.surplus != 0) {
-      for (int i = lane; i < kValueBytes / 16; i += 32) {
-        ZeroShared128(x_shared + moved_at + static_cast<uint32_t>(warp * kValueBytes + i * 16));
-      }
-    }
-    __syncwarp();
+    if (plan.surplus != 0) zero_scratch(kValueBytes);
   } else if (lane == 0) {
     PrefetchTensorMap(&x_map);
-    for (int i = 0; i < plan.boxes; ++i) {
-      BarrierInit(SharedAddress(shared.box_full + i), 1);
-      BarrierInit(SharedAddress(shared.box_empty + i), static_cast<uint32_t>(warps));
+    for (int i = 0; i < plan.depth * plan.boxes; ++i) {
+      const int at = i / plan.boxes * kMaxBoxes + i % plan.boxes;
+      BarrierInit(SharedAddress(shared.box_full + at), 1);
+      BarrierInit(SharedAddress(shared.box_empty + at), static_cast<uint32_t>(plan.height));
     }
     BarrierInitFence();
   }
   __syncthreads();
 
-  if (warp == warps) {
+  if (team == teams) {
     if (lane != 0) return;
     WaitForPrerequisites();
     int slot = 0;
     uint32_t parity = 1;
-    int column = ahead_col * 128;
 #pragma unroll 1
     for (int unit = begin; unit < end; ++unit) {
-      const uint32_t full = SharedAddress(shared.box_full + slot);
-      const uint32_t to = x_shared + static_cast<uint32_t>(slot * kBoxBytes);
-      BarrierWait(SharedAddress(shared.box_empty + slot), parity);
-      BarrierArriveExpect(full, kBoxBytes);
-      TensorLoad2d(to, &x_map, column, 0, full);
-      TensorLoad2d(to + kTokens * 128, &x_map, column + kActivationBoxCols, 0, full);
-      column += 128;
-      if (column == plan.col_tiles * 128) column = 0;
+#pragma unroll 1
+      for (int at = 0; at < plan.depth; ++at) {
+        const uint32_t barrier = static_cast<uint32_t>(at * kMaxBoxes + slot) * 8;
+        const uint32_t full = SharedAddress(shared.box_full) + barrier;
+        const uint32_t to = x_shared + static_cast<uint32_t>((at * plan.boxes + slot) * kBoxBytes);
+        const int column = (ahead_unit * plan.depth + at) * 128;
+        BarrierWait(SharedAddress(shared.box_empty) + barrier, parity);
+        BarrierArriveExpect(full, kBoxBytes);
+        TensorLoad2d(to, &x_map, column, 0, full);
+        TensorLoad2d(to + kTokens * 128, &x_map, column + kActivationBoxCols, 0, full);
+      }
+      advance();
       if (++slot == plan.boxes) {
         slot = 0;
         parity ^= 1;
@@ -397,26 +438,29 @@ __global__ __launch_bounds__((MaxWarps(kTokens) + 1) * 32,
     return;
   }
 
-  float sum[kStrips][kTiles][4];
+  float sum[kWarpStrips][kTiles][4];
 #pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip) {
+  for (int strip = 0; strip < kWarpStrips; ++strip) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[strip][tile][e] = 0.f;
     }
   }
-  const uint32_t moved = x_shared + moved_at + static_cast<uint32_t>(warp * kValueBytes);
   // ldmatrix: lane l addresses row l % 8 of unit l / 8.
-  const uint32_t x_lane = x_shared + static_cast<uint32_t>(lane % 8 * 128 + (((lane / 8) ^ (lane % 8)) * 16));
-  float4* const turn = reinterpret_cast<float4*>(dynamic + turns_at) + warp * 32;
+  const uint32_t x_lane = x_shared + static_cast<uint32_t>(place * plan.boxes * kBoxBytes + lane % 8 * 128 +
+                                                           (((lane / 8) ^ (lane % 8)) * 16));
+  const uint32_t box_full = SharedAddress(shared.box_full + place * kMaxBoxes);
+  const uint32_t box_empty = SharedAddress(shared.box_empty + place * kMaxBoxes);
+  const uint32_t half = static_cast<uint32_t>(role * kWarpStrips);  // the first of this warp's strips
+  const int thread = 2 * lane + role;                               // even and odd threads: 32 banks each
   int stage = 0;
   uint32_t stage_parity = 0;
   int slot = 0;
   uint32_t slot_parity = 0;
-  int block = begin / plan.col_tiles;
-  int col = begin - block * plan.col_tiles;
-  bool from_start = col == 0;  // the segment begins where the block does
+  int block = begin / block_units;
+  int unit_in_block = begin - block * block_units;
+  bool from_start = unit_in_block == 0;  // the segment begins where the block does
 #pragma unroll 1
   for (int unit = begin; unit < end; ++unit) {
     // What is known about the tile that will refill this stage arrives while this one is being worked on.
@@ -424,58 +468,66 @@ __global__ __launch_bounds__((MaxWarps(kTokens) + 1) * 32,
     int64_t next_tile = -1;
     TileInfo next = {};
     if (refill) {
-      next_tile = tile_of(ahead_block, ahead_col);
+      next_tile = tile_of(ahead_block, ahead_unit);
       next = read_info(next_tile);
       advance();
     }
-    const bool present = block * warps + warp < plan.row_tiles;
+    const bool present =
+        block * plan.height + row < plan.row_tiles && unit_in_block * plan.depth + place < plan.col_tiles;
     const uint32_t ring = static_cast<uint32_t>(ring0 + stage);
     const uint32_t kept = x_shared + values_at + ring * kValueBytes;
     const uint32_t metadata = x_shared + metadata_at + ring * kMetadataBytes;
-    const TileInfo& info = info_of(stage);
-    const int code_bytes = static_cast<int>(info.code_units) * kUnitBytes;
-    const uint32_t residual = info.residual;
+    const TileInfo& info = infos[stage];
+    const int code_bytes = static_cast<int>(info.code_end - info.code_begin) * kUnitBytes;
+    const uint64_t residual_begin = info.residual_begin;
+    const uint32_t residual = info.residual_end - static_cast<uint32_t>(residual_begin);
     const bool surplus = code_bytes > 0 || residual > 0;
+    const auto index = static_cast<uint32_t>(role * 32 + lane);
     uint32_t position = 0;
     uint32_t value = 0;
-    if (lane < residual) {  // the first round of the residual arrives early
-      position = __ldg(p.residual_positions + info.residual_begin + lane);
-      value = __ldg(p.residual_values + info.residual_begin + lane);
+    if (index < residual) {  // the first round of the residual arrives early
+      position = __ldg(p.residual_positions + residual_begin + index);
+      value = __ldg(p.residual_values + residual_begin + index);
     }
     BarrierWait(full0 + static_cast<uint32_t>(stage * 8), stage_parity);
-    if (code_bytes > 0) {
-      const uint8_t* codes = code_bytes <= plan.code_bytes
-                                 ? dynamic + codes_at + ring * static_cast<uint32_t>(plan.code_bytes)
-                                 : p.codes + uint64_t{info.code_begin} * kUnitBytes;
-      MoveParked(codes, (code_bytes - static_cast<int>(kFirstBytes)) / kUnitBytes, kept, moved, lane);
-      __syncwarp();
-    }
-    if (residual > 0) {
-      if (lane < residual) PlaceResidual(position, value, metadata, kept, moved);
-#pragma unroll 1
-      for (uint32_t i = 32 + lane; i < residual; i += 32) {
-        PlaceResidual(__ldg(p.residual_positions + info.residual_begin + i),
-                      __ldg(p.residual_values + info.residual_begin + i), metadata, kept, moved);
+    if (surplus) {
+      if (code_bytes > 0) {
+        const int units = (code_bytes - static_cast<int>(kFirstBytes)) / kUnitBytes;
+        if (code_bytes <= plan.code_bytes) {
+          MoveParked<true>(x_shared + codes_at + ring * static_cast<uint32_t>(plan.code_bytes), nullptr, units, kept,
+                           scratch, thread);
+        } else {
+          MoveParked<false>(0, p.codes + uint64_t{info.code_begin} * kUnitBytes, units, kept, scratch, thread);
+        }
       }
-      __syncwarp();
+      if (residual > 0) {
+        if (index < residual) PlaceResidual(position, value, metadata, scratch);
+#pragma unroll 1
+        for (uint32_t i = index + 64; i < residual; i += 64) {
+          PlaceResidual(__ldg(p.residual_positions + residual_begin + i), __ldg(p.residual_values + residual_begin + i),
+                        metadata, scratch);
+        }
+      }
+      NamedBarrier(kTeamBarrier + team, kTeam * 32);  // W_t and W_r are complete
     }
-    BarrierWait(SharedAddress(shared.box_full + slot), slot_parity);
+    BarrierWait(box_full + static_cast<uint32_t>(slot * 8), slot_parity);
     if (present) {
       const uint32_t x_box = x_lane + static_cast<uint32_t>(slot * kBoxBytes);
+      const uint32_t at = half * (kSteps * 512);
       if (surplus) {
-        MultiplyTile<kIsBf16, kTokens, true>(sum, kept, moved, metadata, x_box, lane);
+        MultiplyStrips<kIsBf16, kTokens, true>(sum, kept + at, scratch + at, metadata + half * 256, x_box, lane);
         AsyncProxyFence();
       } else {
-        MultiplyTile<kIsBf16, kTokens, false>(sum, kept, moved, metadata, x_box, lane);
+        MultiplyStrips<kIsBf16, kTokens, false>(sum, kept + at, scratch + at, metadata + half * 256, x_box, lane);
       }
     }
-    __syncwarp();  // every lane is done with the stage and the box
+    NamedBarrier(kTeamBarrier + team, kTeam * 32);  // the team is done with the stage, the box and W_r
     if (lane == 0) {
-      BarrierArrive(SharedAddress(shared.box_empty + slot));
-      if (refill) {
-        fetch(next_tile, next, stage);
-        info_of(stage) = next;
+      if (role == 0) {
+        BarrierArrive(box_empty + static_cast<uint32_t>(slot * 8));
+        if (refill) fetch(next_tile, next, stage);
       }
+      infos[stage] = next;
     }
     __syncwarp();
     if (++stage == plan.stages) {
@@ -486,33 +538,65 @@ __global__ __launch_bounds__((MaxWarps(kTokens) + 1) * 32,
       slot = 0;
       slot_parity ^= 1;
     }
-    ++col;
-    if (col < plan.col_tiles && unit + 1 < end) continue;
+    ++unit_in_block;
+    if (unit_in_block < block_units && unit + 1 < end) continue;
 
-    // The end of a segment.
-    const bool whole = from_start && col == plan.col_tiles;
-    if (present) {
+    // The end of a segment: the teams of a row add up, each warp some of the fragments.
+    const bool whole = from_start && unit_in_block == block_units;
+    const int tile_row = block * plan.height + row;
+    if (tile_row < plan.row_tiles) {
       float4* const partial =
-          p.partials + (static_cast<int64_t>(plan.Partial(cta, block)) * warps + warp) * kStrips * kTiles * 32 + lane;
-      const int row_block = (block * warps + warp) * kStrips;
+          p.partials + (static_cast<int64_t>(plan.Partial(cta, block)) * plan.height + row) * kStrips * kTiles * 32;
+      const int members = plan.depth * kTeam;
+      const auto* const first = reinterpret_cast<const float*>(dynamic + scratch_at + row * plan.scratch);
 #pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
+      for (int round = 0; round < kWarpStrips / kRoundStrips; ++round) {
+        if (round > 0) NamedBarrier(kRowBarrier + row, members * 32);
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          float(&s)[4] = sum[strip][tile];
-          const float4 fragment = make_float4(s[0], s[1], s[2], s[3]);
-          if (whole) {
-            StoreTileQuad(p.epilogue, p.tokens, p.m, row_block + strip, tile, lane, TurnFragment(turn, fragment, lane));
-          } else {
-            __stcg(partial + (strip * kTiles + tile) * 32, fragment);
+        for (int i = 0; i < kRoundStrips; ++i) {
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            const float(&v)[4] = sum[round * kRoundStrips + i][tile];
+            StoreShared128(
+                scratch + static_cast<uint32_t>(((role * kRoundStrips + i) * kTiles + tile) * 512 + lane * 16),
+                make_float4(v[0], v[1], v[2], v[3]));
           }
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[e] = 0.f;
+        }
+        NamedBarrier(kRowBarrier + row, members * 32);
+#pragma unroll 1
+        for (int fragment = place * kTeam + role; fragment < kRoundFragments; fragment += members) {
+          const int tile = fragment % kTiles;
+          const int round_strip = fragment / kTiles;
+          const int strip =
+              round_strip / kRoundStrips * kWarpStrips + round * kRoundStrips + round_strip % kRoundStrips;
+          float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+          for (int from = 0; from < plan.depth; ++from) {
+            AddQuad(total, LoadQuad(first + from * plan.height * plan.scratch / 4 + fragment * 128 + QuadOffset(lane)));
+          }
+          if (whole) {
+            StoreTileQuad(p.epilogue, p.tokens, p.m, tile_row * kStrips + strip, tile, lane, total);
+          } else {
+            __stcg(partial + (strip * kTiles + tile) * 32 + lane, total);
+          }
         }
       }
+      NamedBarrier(kRowBarrier + row, members * 32);
+      if (plan.surplus != 0) {
+        zero_scratch(kRoundFragments * 512);
+        NamedBarrier(kTeamBarrier + team, kTeam * 32);
+      }
     }
-    if (col == plan.col_tiles) {
-      col = 0;
+#pragma unroll
+    for (int strip = 0; strip < kWarpStrips; ++strip) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[strip][tile][e] = 0.f;
+      }
+    }
+    if (unit_in_block == block_units) {
+      unit_in_block = 0;
       ++block;
     }
     from_start = true;
@@ -523,28 +607,29 @@ __global__ __launch_bounds__((MaxWarps(kTokens) + 1) * 32,
 template <int kTokens>
 __global__ __launch_bounds__(256) void ThreeLayerFinish(const __grid_constant__ ThreeLayerParams p) {
   constexpr int kTiles = kTokens / 8;
-  __shared__ float4 turns[8][32];
   const Plan& plan = p.plan;
   TriggerDependents();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
   const int tile = static_cast<int>(item % kTiles);
   const int64_t row_block = item / kTiles;
-  const auto row_tile = static_cast<int>(row_block / kStrips);
+  const auto tile_row = static_cast<int>(row_block / kStrips);
+  const int block = tile_row / plan.height;
+  const bool inside = tile_row < plan.row_tiles;
+  const IntPair owners = inside ? plan.Owners(block) : IntPair{0, 0};
   WaitForPrerequisites();
-  if (row_tile >= plan.row_tiles) return;
-  const int block = row_tile / plan.warps;
-  const IntPair owners = plan.Owners(block);
   if (owners.x == owners.y) return;
-  const int64_t inside = ((row_tile - block * plan.warps) * kStrips + row_block % kStrips) * kTiles + tile;
+  const int64_t at = ((tile_row - block * plan.height) * kStrips + row_block % kStrips) * kTiles + tile;
+  const int64_t fragments = int64_t{plan.height} * kStrips * kTiles;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  // Only the first owner can have begun with another block.
+  int64_t partial = plan.Partial(owners.x, block);
 #pragma unroll 4
   for (int cta = owners.x; cta <= owners.y; ++cta) {
-    const int64_t slot = static_cast<int64_t>(plan.Partial(cta, block)) * plan.warps * kStrips * kTiles;
-    AddQuad(sum, __ldcg(p.partials + (slot + inside) * 32 + lane));
+    AddQuad(sum, __ldcg(p.partials + (partial * fragments + at) * 32 + lane));
+    partial = (cta + 1) * kPartialsPerCta;
   }
-  StoreTileQuad(p.epilogue, p.tokens, p.m, static_cast<int>(row_block), tile, lane,
-                TurnFragment(turns[threadIdx.x / 32], sum, lane));
+  StoreTileQuad(p.epilogue, p.tokens, p.m, static_cast<int>(row_block), tile, lane, sum);
 }
 
 // ---- host
@@ -589,12 +674,11 @@ int64_t MaxDynamicShared(const spmmd_cuda_device& device) {
 Plan PlanFor(const spmmd_cuda_layer& layer, int tokens, int variant) {
   return three_layer_plan::MakePlan(layer.device->multiprocessors, MaxDynamicShared(*layer.device),
                                     CeilDiv(layer.m, three_layer::kTileRows), CeilDiv(layer.k, three_layer::kTileCols),
-                                    tokens, layer.params[three_layer::kParamMaxCodeBytes], HasSurplus(layer),
-                                    MaxWarps(tokens), variant);
+                                    tokens, layer.params[three_layer::kParamMaxCodeBytes], HasSurplus(layer), variant);
 }
 
 uint64_t PartialBytes(const Plan& plan, int tokens) {
-  return static_cast<uint64_t>(plan.ctas) * kPartialsPerCta * plan.warps * kStrips * (tokens / 8) * 512;
+  return static_cast<uint64_t>(plan.ctas) * kPartialsPerCta * plan.height * kStrips * (tokens / 8) * 512;
 }
 
 Status CanImplement(const spmmd_cuda_layer& /*layer*/, const Call& /*call*/) { return {}; }
@@ -639,7 +723,7 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
   SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.plan.ctas));
-  config.blockDim = dim3(static_cast<unsigned>((p.plan.warps + 1) * 32));
+  config.blockDim = dim3(static_cast<unsigned>((p.plan.teams() * kTeam + 1) * 32));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute attribute;
@@ -649,7 +733,7 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
   config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
   SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
   // Parts of blocks are left unless every CTA ends where a block does.
-  if (p.plan.units() % p.plan.ctas != 0 || p.plan.units() / p.plan.ctas % p.plan.col_tiles != 0) {
+  if (p.plan.units() % p.plan.ctas != 0 || p.plan.units() / p.plan.ctas % p.plan.block_units() != 0) {
     const int64_t items = int64_t{p.plan.row_tiles} * kStrips * (padded / 8);
     config.gridDim = dim3(static_cast<unsigned>(CeilDiv(items, 8)));
     config.blockDim = dim3(256);

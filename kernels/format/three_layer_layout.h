@@ -37,14 +37,14 @@
 //
 // Code numbers. A tile's slots are 64 rows of 32 words of shared memory, one in each bank, two slots a word. Codes
 // number them column by column: the slot at row r, column c (0 to 63, bank c / 2) has number 64 c + r, and slot s the
-// number s % 64 * 64 + s / 64. So each decoding thread walks about one bank, and not all threads the same: with numbers
-// in the order of slots all threads would start in one bank and then meet at random.
+// number s % 64 * 64 + s / 64. So each of the 64 decoding threads walks about one column, and the 32 even or odd ones a
+// bank each: with numbers in the order of slots all threads would start in one bank and then meet at random.
 //
 // Slot-Filling codes. The surplus elements of a tile, by ascending number of their W_r slots, are matched in order with
-// empty slots of W_t, ascending too. The moves (from slot a of W_t to slot b of W_r) are cut into 32 pieces, one a
+// empty slots of W_t, ascending too. The moves (from slot a of W_t to slot b of W_r) are cut into 64 pieces, one a
 // decoding thread, of equal code length. A tile without surplus has no code bytes. Otherwise:
-//   uint32 first[32]        thread i's first move: number of a in bits 0-15, of b in bits 16-31; 0xffffffff: no move
-//   uint16 units[U][32]     unit u of thread i: two codes, the earlier in the lower byte
+//   uint32 first[64]        thread i's first move: number of a in bits 0-15, of b in bits 16-31; 0xffffffff: no move
+//   uint16 units[U][64]     unit u of thread i: two codes, the earlier in the lower byte
 // A code has the distance of a's number in bits 0-3 and of b's in bits 4-7, added to the thread's. Neither is 0:
 // move the value at a to b and clear a. One or both are 0: only the position moves. Such dummy codes cross gaps of more
 // than 15 (the paper's dummy points); code 0 fills a thread's last units. Numbers ascend from code to code and thread
@@ -52,16 +52,17 @@
 //
 // Residual. Surplus that finds no empty slot in its tile (spread evenly over the surplus) is kept by row, then column:
 // CSR with the row in the index, because a tile has only 13 bits of position: (row in tile) << 7 | column in tile.
+// Its places are slots of W_r that no move goes to.
 //
 // Sections:
 //   1 values              8192 bytes a tile: the slots of W_t, parked values included
 //   2 metadata            1024 bytes a tile
-//   3 code_offsets        uint32 [tiles + 1], in 64-byte units of section 4
-//   4 codes               a multiple of 64 bytes a tile
+//   3 code_offsets        uint32 [tiles + 1], in 128-byte units of section 4
+//   4 codes               a multiple of 128 bytes a tile
 //   5 residual_offsets    uint64 [tiles + 1], in entries
 //   6 residual_positions  uint16 an entry
 //   7 residual_values     16 bits an entry
-// params: [0] 64, [1] 128, [2] 32, [3] code bytes of the tile that has most.
+// params: [0] 64, [1] 128, [2] 64, [3] code bytes of the tile that has most.
 //
 // Padding counted: empty slots that hold no parked value, dummy and filler codes, absent first moves.
 //
@@ -76,7 +77,7 @@
 
 namespace spmmd::three_layer {
 
-inline constexpr uint32_t kLayoutVersion = 2;
+inline constexpr uint32_t kLayoutVersion = 3;
 inline constexpr int64_t kTileRows = 64;
 inline constexpr int64_t kTileCols = 128;
 inline constexpr int64_t kTileSlots = kTileRows * kTileCols / 2;
@@ -84,10 +85,10 @@ inline constexpr int64_t kTileGroups = kTileSlots / 2;
 inline constexpr int64_t kTileMetadataWords = kTileGroups / 8;
 inline constexpr int64_t kTileValueBytes = kTileSlots * 2;
 inline constexpr int64_t kTileMetadataBytes = kTileMetadataWords * 4;
-inline constexpr int kThreads = 32;
+inline constexpr int kThreads = 64;
 inline constexpr int kMaxDistance = 15;
 inline constexpr size_t kFirstBytes = kThreads * 4;  // the first moves at the head of a tile's codes
-inline constexpr size_t kCodeGranule = 64;           // bytes: one unit of all threads
+inline constexpr size_t kCodeGranule = 128;          // bytes: one unit of all threads
 inline constexpr uint32_t kNoMove = 0xffffffffu;
 
 // Section ids.
@@ -235,6 +236,12 @@ bool WalkCodes(const uint8_t* codes, size_t code_bytes, CodeCounts* counts, Move
   return true;
 }
 
+// Whether W_t has the column of a residual position.
+inline bool IsKept(const uint32_t* metadata, int64_t position) {
+  const Pair kept = PairOf(NibbleAt(metadata, {position / kTileCols, position % kTileCols / 4}));
+  return position % 4 == kept.p || position % 4 == kept.q;
+}
+
 inline bool IsNonzero16(uint16_t bits) { return (bits & 0x7fffu) != 0; }
 
 // The tile as 64 x 128 elements. Returns false when it is damaged.
@@ -268,8 +275,10 @@ inline bool DecodeTile(const Tile& tile, uint16_t* dense) {
   int64_t previous = -1;
   for (size_t i = 0; i < tile.residual; ++i) {
     const int64_t position = tile.residual_positions[i];
-    // Each element has one home only.
-    if (position <= previous || position >= kTileRows * kTileCols || IsNonzero16(dense[position])) return false;
+    if (position <= previous || position >= kTileRows * kTileCols || IsKept(tile.metadata, position) ||
+        IsNonzero16(dense[position])) {
+      return false;  // each element has one home only
+    }
     dense[position] = tile.residual_values[i];
     previous = position;
   }
@@ -284,11 +293,9 @@ inline bool CheckInnerTile(const Tile& tile, int64_t* nnz) {
   if (!legal) return false;
 
   const uint16_t* slots = tile.values;
-  uint64_t moved_from[kTileSlots / 64] = {};
   uint64_t moved_to[kTileSlots / 64] = {};
   CodeCounts counts;
   if (!WalkCodes(tile.codes, tile.code_bytes, &counts, [&](int64_t from, int64_t to) {
-        moved_from[from / 64] |= uint64_t{1} << (from % 64);
         moved_to[to / 64] |= uint64_t{IsNonzero16(slots[from])} << (to % 64);
       })) {
     return false;
@@ -300,17 +307,12 @@ inline bool CheckInnerTile(const Tile& tile, int64_t* nnz) {
     const int64_t position = tile.residual_positions[i];
     if (position <= previous || position >= kTileRows * kTileCols) return false;
     previous = position;
-    // Each element has one home only: the slot of this one must be empty, whichever layer it is in.
+    if (IsKept(tile.metadata, position)) return false;
+    // Each element has one home only: no move goes to the place of this one.
     const Position group{position / kTileCols, position % kTileCols / 4};
-    const auto column = static_cast<int>(position % 4);
-    const Pair kept = PairOf(NibbleAt(tile.metadata, group));
-    const Pair other = Complement(kept);
-    const bool is_kept = column == kept.p || column == kept.q;
-    const int64_t slot = 2 * GroupOf(group.row, group.quad) + (column == (is_kept ? kept.q : other.q) ? 1 : 0);
-    const uint64_t bit = uint64_t{1} << (slot % 64);
-    if (is_kept ? IsNonzero16(slots[slot]) && (moved_from[slot / 64] & bit) == 0 : (moved_to[slot / 64] & bit) != 0) {
-      return false;
-    }
+    const Pair other = Complement(PairOf(NibbleAt(tile.metadata, group)));
+    const int64_t slot = 2 * GroupOf(group.row, group.quad) + (position % 4 == other.q ? 1 : 0);
+    if ((moved_to[slot / 64] >> (slot % 64) & 1u) != 0) return false;
     count += IsNonzero16(tile.residual_values[i]) ? 1 : 0;
   }
   *nnz += count;

@@ -216,9 +216,9 @@ void CheckThreeLayer(const three_layer_plan::Plan &plan) {
     ASSERT_LT(plan.Begin(cta), plan.Begin(cta + 1));
     std::set<int> own;
     for (int unit = plan.Begin(cta); unit < plan.Begin(cta + 1);) {
-      const int block = unit / plan.col_tiles;
-      const int end = std::min(plan.Begin(cta + 1), (block + 1) * plan.col_tiles);
-      const bool is_whole = end - unit == plan.col_tiles;
+      const int block = unit / plan.block_units();
+      const int end = std::min(plan.Begin(cta + 1), (block + 1) * plan.block_units());
+      const bool is_whole = end - unit == plan.block_units();
       for (; unit < end; ++unit) {
         ++visits[static_cast<size_t>(unit)];
         ASSERT_EQ(plan.Owner(unit), cta);
@@ -256,12 +256,16 @@ TEST(ThreeLayerSchedule, MultipliesEveryTileOnceAndAddsEveryPartOnce) {
     const int64_t col_tiles = static_cast<int64_t>(rng() % 120 + 1);
     for (const int tokens : {8, 16, 32, 64}) {
       for (const bool surplus : {false, true}) {
-        const three_layer_plan::Plan plan =
-            three_layer_plan::MakePlan(multiprocessors, kSharedBytes, row_tiles, col_tiles, tokens,
-                                       surplus ? static_cast<int64_t>(rng() % 80) * 64 : 0, surplus,
-                                       tokens == 64 ? 7 : 11, static_cast<int>(rng() % 9));
+        const three_layer_plan::Plan plan = three_layer_plan::MakePlan(
+            multiprocessors, kSharedBytes, row_tiles, col_tiles, tokens,
+            surplus ? static_cast<int64_t>(rng() % 80) * 64 : 0, surplus, static_cast<int>(rng() % 13));
         SCOPED_TRACE(::testing::Message() << row_tiles << " x " << col_tiles << " tiles, tokens " << tokens << ", "
-                                          << multiprocessors << " SMs, warps " << plan.warps);
+                                          << multiprocessors << " SMs, teams " << plan.teams());
+        ASSERT_LE(plan.teams(), three_layer_plan::kMaxTeams);
+        ASSERT_LE(plan.stages, three_layer_plan::kMaxStages);
+        ASSERT_LE(plan.boxes, three_layer_plan::kMaxBoxes);
+        ASSERT_GE(int64_t{plan.blocks()} * plan.height, row_tiles);
+        ASSERT_GE(int64_t{plan.block_units()} * plan.depth, col_tiles);
         ASSERT_LE(three_layer_plan::SharedBytes(plan, tokens), kSharedBytes);
         ASSERT_LE(plan.ctas, multiprocessors);
         CheckThreeLayer(plan);

@@ -62,19 +62,20 @@ __global__ void __launch_bounds__(128) Probe(ThreeLayerSections w, int64_t m, in
       b_tile[i % 128 / 8][token][i % 8] = col < k ? x[token * k + col] : 0;
     }
     __syncthreads();
-    const uint64_t begin = w.code_offsets[tile] * uint64_t{64};
-    const uint64_t end = w.code_offsets[tile + 1] * uint64_t{64};
-    if (strip == 0 && end > begin) {
+    const uint64_t begin = w.code_offsets[tile] * uint64_t{128};
+    const uint64_t end = w.code_offsets[tile + 1] * uint64_t{128};
+    const int thread = threadIdx.x;
+    if (thread < 64 && end > begin) {
       const uint8_t* codes = w.codes + begin;
-      const uint32_t first = reinterpret_cast<const uint32_t*>(codes)[lane];
+      const uint32_t first = reinterpret_cast<const uint32_t*>(codes)[thread];
       if (first != kNoMove) {
         uint32_t from = first & 0xffff;
         uint32_t to = first >> 16;
         moved[SlotOf(to)] = kept[SlotOf(from)];
         kept[SlotOf(from)] = 0;
-        for (uint64_t unit = 128; unit < end - begin; unit += 64) {
+        for (uint64_t unit = 256; unit < end - begin; unit += 128) {
           for (int half = 0; half < 2; ++half) {
-            const uint32_t code = codes[unit + 2 * lane + half];
+            const uint32_t code = codes[unit + 2 * thread + half];
             from += code & 15;
             to += code >> 4;
             if ((code & 15) != 0 && code >> 4 != 0) {

@@ -125,7 +125,7 @@ TEST(ThreeLayerTest, SkewedMasksFillSlotsToo) {
   }
 }
 
-// What the header promises a kernel: 32 threads of equal length, positions ascending over all of them.
+// What the layout promises a kernel: 64 threads of equal length, positions ascending over all of them.
 TEST(ThreeLayerTest, LongGapsTakeDummyCodes) {
   // Two full groups at the far ends of a tile whose other groups are empty: W_r slots 0, 1 and 4094, 4095, whose code
   // numbers are 0, 64 and 4031, 4095.
@@ -138,7 +138,7 @@ TEST(ThreeLayerTest, LongGapsTakeDummyCodes) {
   const PackedLayer layer = *Pack(Format::kThreeLayer, w.view());
   const auto codes = layer.FindSection(three_layer::kCodes)->data.As<uint32_t>();
   // Four moves start four threads: no codes at all.
-  ASSERT_EQ(codes.size(), 32u);
+  ASSERT_EQ(codes.size(), 64u);
   // Empty slots of W_t: all but 0, 1, 4094 and 4095. Numbers 1 to 4 are the slots 64, 128, 192 and 256.
   EXPECT_EQ(codes[0], 1u | 0u << 16);
   EXPECT_EQ(codes[1], 2u | 64u << 16);
