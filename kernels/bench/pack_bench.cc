@@ -4,7 +4,7 @@
 //
 // weights_per_second counts every element of the matrix, zeros included, as the papers do. Packing is timed as a caller
 // sees it: dense matrix in, packed layer out, allocation and the check for NaN included. Run with --threads=1 and with
-// all cores for the scaling.
+// all cores for the scaling. --gpu adds BITMAP_GPU packed on the GPU from a matrix in its memory into a resident layer.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -13,12 +13,16 @@
 #include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "kernels/base/status_macros.h"
 #include "kernels/base/thread_pool.h"
+#include "kernels/dispatch/cuda_library.h"
+#include "kernels/format/bitmap_gpu.h"
 #include "kernels/format/packed_layer.h"
 #include "kernels/format/prune.h"
 #include "kernels/format/rlc_csc.h"
@@ -107,6 +111,37 @@ void ReportShares(const PackedLayer& layer) {
       share(stats.residual), stats.values_bytes, stats.metadata_bytes, stats.code_bytes, stats.residual_bytes);
 }
 
+// BITMAP_GPU from a matrix in GPU memory to a resident layer, allocation included; adds its bytes to *bytes.
+absl::StatusOr<Times> TimeGpuPack(const DenseMatrix& w, int repetitions, double* bytes) {
+  SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<const CudaLibrary> cuda, CudaLibrary::Load());
+  const auto ok = [&](spmmd_cuda_status code) { return cuda->ToStatus(code); };
+  spmmd_cuda_device* device = nullptr;
+  spmmd_cuda_stream stream = nullptr;
+  void* data = nullptr;
+  SPMMD_RETURN_IF_ERROR(ok(cuda->device_open(0, &device)));
+  SPMMD_RETURN_IF_ERROR(ok(cuda->stream_create(device, &stream)));
+  SPMMD_RETURN_IF_ERROR(ok(cuda->malloc(device, w.bytes(), &data)));
+  SPMMD_RETURN_IF_ERROR(ok(cuda->memcpy_async(device, data, w.view().data, w.bytes(), stream)));
+  SPMMD_RETURN_IF_ERROR(ok(cuda->stream_synchronize(device, stream)));
+  spmmd_cuda_dense_weights weights = {};
+  weights.data = data;
+  weights.m = w.rows();
+  weights.k = w.cols();
+  weights.row_stride = w.cols();
+  weights.dtype = static_cast<int32_t>(w.dtype());
+  weights.chunk_cols = bitmap_gpu::DefaultChunkCols(w.rows(), w.cols());
+  spmmd_cuda_packed_info info = {};
+  absl::Status status;
+  const Times times = MedianTimes(repetitions, [&] {
+    spmmd_cuda_layer* layer = nullptr;
+    status.Update(ok(cuda->pack_bitmap_gpu(device, &weights, stream, &info, &layer)));
+    cuda->layer_free(layer);
+  });
+  *bytes = static_cast<double>(info.chunk_bytes + info.offset_bytes);
+  SPMMD_RETURN_IF_ERROR(status);
+  return times;  // the device goes with the process
+}
+
 int Main(int argc, char** argv) {
   std::vector<std::string> formats = {"DENSE",   "CSR",         "BITMAP",     "BITMAP_GPU",
                                       "RLC_CSC", "THREE_LAYER", "ROW_STREAM", "COLUMN_PIECE"};
@@ -116,6 +151,7 @@ int Main(int argc, char** argv) {
   double skew = 0;
   int threads = 0;
   int repetitions = 7;
+  bool gpu = false;
   CLI::App app{"Packing speed"};
   app.add_option("--formats", formats)->delimiter(',');
   app.add_option("--sparsity", sparsities)->delimiter(',');
@@ -124,6 +160,7 @@ int Main(int argc, char** argv) {
   app.add_option("--skew", skew, "sigma of the log-normal column scale")->check(CLI::Range(0.0, 3.0));
   app.add_option("--threads", threads, "0: all cores");
   app.add_option("--repetitions", repetitions)->check(CLI::Range(1, 1000));
+  app.add_flag("--gpu", gpu, "also pack BITMAP_GPU on the GPU");
   CLI11_PARSE(app, argc, argv);
 
   int64_t m = 0;
@@ -156,6 +193,15 @@ int Main(int argc, char** argv) {
       if (!PruneMagnitude(w.mutable_view(), sparsity).ok()) std::abort();
     });
     report("prune_magnitude", "DENSE", sparsity, prune_times, static_cast<double>(dense.bytes()));
+    if (gpu) {
+      double bytes = 0;
+      const absl::StatusOr<Times> times = TimeGpuPack(w, repetitions, &bytes);
+      if (!times.ok()) {
+        std::fprintf(stderr, "--gpu: %s\n", times.status().ToString().c_str());
+        return 1;
+      }
+      report("pack_gpu", "BITMAP_GPU", sparsity, *times, bytes);
+    }
     for (const std::string& name : formats) {
       const std::optional<Format> format = ParseFormat(name);
       if (!format.has_value()) {
