@@ -115,6 +115,8 @@ def main() -> None:
     OUTPUT.mkdir(exist_ok=True)
     boards: dict[str, dict[str, list[PanelQuery]]] = {}
     for query in panel_queries():
+        if query.board == "spmmd / GPU":
+            continue  # nothing to show on the CPU backend
         boards.setdefault(query.board, {}).setdefault(query.title, []).append(query)
     folder = Path(tempfile.mkdtemp())
     try:

@@ -21,7 +21,7 @@ _TEXT = r'((?:"(?:[^"\\]|\\.)*"\s*)+)'
 _DECLARATIONS = (
     re.compile(rf'Build(?P<type>Counter|Gauge|Histogram)\(\)\s*,\s*"(?P<name>spmmd_\w+)"\s*,\s*{_TEXT}'),
     re.compile(rf'Build(?P<type>Counter|Gauge|Histogram)\(\)\s*\.Name\("(?P<name>spmmd_\w+)"\)\s*\.Help\(\s*{_TEXT}\)'),
-    re.compile(rf'\{{\s*"(?P<name>spmmd_\w+)"\s*,\s*{_TEXT},\s*prometheus::MetricType::(?P<type>\w+)'),
+    re.compile(rf'\{{\s*"(?P<name>spmmd_\w+)"\s*,\s*{_TEXT},\s*(?:prometheus::)?MetricType::(?P<type>\w+)'),
 )
 _ANY_NAME = re.compile(r'"(spmmd_[a-z0-9_]+)"')
 
@@ -31,6 +31,17 @@ FORMAT = ("format", "storage format of the layer, as `spmm.v1.Format` has it")
 RPC = (
     "rpc",
     "full method name, as `spmm.v1.SparseMatmul/Execute`; a request on a stream counts under `ExecuteStream`",
+)
+
+KIND = (
+    "kind",
+    "of `spmmd_device_memory_bytes`: `weights`, `workspace`, `staging`, `free`, `total`; of `spmmd_gpu_memory_bytes`: "
+    "`used`, `free`, `total`",
+)
+REASON = (
+    "reason",
+    "of a refusal: `QUEUE_FULL`, `QUEUE_BYTES`, `DEADLINE`, `CANCELLED`, `DRAINING`; of throttling: `power_cap`, "
+    "`power_brake`, `hardware_slowdown`, `hardware_thermal`, `software_thermal`",
 )
 
 # The labels of each metric; none where a metric is missing here.
@@ -43,13 +54,21 @@ LABELS: dict[str, tuple[tuple[str, str], ...]] = {
     "spmmd_requests_total": (RPC, ("code", "canonical gRPC code: `OK`, `INVALID_ARGUMENT`, ...")),
     "spmmd_requests_running": (RPC,),
     "spmmd_request_duration_seconds": (RPC,),
-    "spmmd_rejected_total": (("reason", "`QUEUE_FULL`, `QUEUE_BYTES`, `DEADLINE`, `CANCELLED` or `DRAINING`"),),
+    "spmmd_rejected_total": (REASON,),
     "spmmd_kernel_duration_seconds": (DEVICE, KERNEL, FORMAT),
     "spmmd_kernel_bytes_total": (DEVICE, KERNEL),
     "spmmd_kernel_flops_total": (DEVICE, KERNEL),
+    "spmmd_gpu_clock_hertz": (DEVICE, ("clock", "`sm` or `memory`")),
+    "spmmd_gpu_ecc_errors_total": (DEVICE, ("type", "`corrected` or `uncorrected`")),
+    "spmmd_gpu_memory_bytes": (DEVICE, KIND),
+    "spmmd_gpu_power_limit_watts": (DEVICE,),
+    "spmmd_gpu_power_watts": (DEVICE,),
+    "spmmd_gpu_temperature_celsius": (DEVICE,),
+    "spmmd_gpu_throttled": (DEVICE, REASON),
+    "spmmd_gpu_utilization_ratio": (DEVICE,),
     "spmmd_hbm_bandwidth_bytes_per_second": (DEVICE,),
     "spmmd_hbm_bandwidth_ratio": (DEVICE,),
-    "spmmd_device_memory_bytes": (DEVICE, ("kind", "`weights`, `workspace`, `staging`, `free` or `total`")),
+    "spmmd_device_memory_bytes": (DEVICE, KIND),
     "spmmd_device_healthy": (DEVICE,),
     "spmmd_queue_depth": (DEVICE,),
     "spmmd_queue_bytes": (DEVICE,),
@@ -82,8 +101,8 @@ _READING = """
 - Where a request's time went: `spmmd_request_queue_duration_seconds` (waiting for the device),
   `spmmd_kernel_duration_seconds` (computing), and the rest of `spmmd_request_duration_seconds` (gRPC, conversion,
   copies).
-- A metric that the server cannot know is absent, never zero: `spmmd_tls_cert_expiry_timestamp_seconds` without TLS, for
-  instance.
+- A metric that the server cannot know is absent, never zero: `spmmd_tls_cert_expiry_timestamp_seconds` without TLS;
+  `spmmd_gpu_*` on the CPU backend, without the driver's NVML library, or where NVML gives no value (MIG).
 """
 
 

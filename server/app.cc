@@ -21,6 +21,7 @@
 #include "server/device/cuda_device.h"
 #include "server/device/host_memory.h"
 #include "server/log/log.h"
+#include "server/metrics/nvml.h"
 #include "server/rpc/credentials.h"
 #include "server/rpc/endpoint.h"
 #include "server/version.h"
@@ -183,6 +184,19 @@ absl::Status App::StartMetricsEndpoint() {
   if (options_.metrics_listen.empty()) return absl::OkStatus();
   std::vector<std::shared_ptr<prometheus::Collectable>> collectables = {metrics_};
   if (!options_.tls_cert.empty()) collectables.push_back(std::make_shared<TlsMetrics>(options_.tls_cert));
+  if (backend_ == "cuda") {
+    std::vector<NvmlMetrics::Gpu> gpus;
+    for (const auto& device : devices_) {
+      pb::Device description;
+      device->Describe(&description);
+      gpus.push_back({device->id(), description.uuid()});
+    }
+    if (auto nvml = NvmlMetrics::Open(gpus); nvml.ok()) {
+      collectables.push_back(*std::move(nvml));
+    } else {
+      LogInfo("no spmmd_gpu_* metrics", {{"reason", std::string(nvml.status().message())}});
+    }
+  }
   auto endpoint = HttpEndpoint::Start(options_.metrics_listen, std::move(collectables));
   if (!endpoint.ok()) {
     return absl::UnavailableError(absl::StrCat("--metrics-listen: ", ExplainBindFailure(options_.metrics_listen)));

@@ -69,6 +69,7 @@ def quantile(q: float, metric: str, by: str = "", labels: str = "") -> str:
     return f"histogram_quantile({q}, {rate(metric + '_bucket', labels, grouping)})"
 
 
+INSTANCE_DEVICE = "{{instance}} {{device}}"
 EXECUTE = 'rpc=~".*/Execute(Stream)?"'
 
 OVERVIEW = Board(
@@ -306,7 +307,61 @@ SERVING = Board(
     ],
 )
 
-BOARDS = [OVERVIEW, KERNELS, LAYERS, SERVING]
+GPU = Board(
+    "spmmd-gpu",
+    "spmmd / GPU",
+    "What the driver says of the GPUs (NVML); empty on the CPU backend",
+    [
+        Panel(
+            "Temperature",
+            "celsius",
+            "Of the GPU",
+            [(gauge("spmmd_gpu_temperature_celsius", by="instance, device", aggregate="max"), INSTANCE_DEVICE)],
+        ),
+        Panel(
+            "Power",
+            "watt",
+            "Drawn, and allowed",
+            [
+                (gauge("spmmd_gpu_power_watts", by="instance, device", aggregate="max"), INSTANCE_DEVICE),
+                (gauge("spmmd_gpu_power_limit_watts", by="device", aggregate="max"), "{{device}} limit"),
+            ],
+        ),
+        Panel(
+            "Clocks",
+            "hertz",
+            "Of the SMs and of the memory",
+            [(gauge("spmmd_gpu_clock_hertz", by="device, clock", aggregate="min"), "{{device}} {{clock}}")],
+        ),
+        Panel(
+            "Clocks held down",
+            "none",
+            "1 while power or temperature holds the clocks down",
+            [(gauge("spmmd_gpu_throttled", by="device, reason", aggregate="max"), "{{device}} {{reason}}")],
+        ),
+        Panel(
+            "Memory",
+            "bytes",
+            "As the driver sees it, other processes included",
+            [(gauge("spmmd_gpu_memory_bytes", 'kind!="total"', "device, kind"), "{{device}} {{kind}}")],
+        ),
+        Panel(
+            "ECC errors",
+            "none",
+            "Since the driver was loaded",
+            [(gauge("spmmd_gpu_ecc_errors_total", by="device, type"), "{{device}} {{type}}")],
+        ),
+        Panel(
+            "Any kernel running",
+            "percentunit",
+            "Share of time, of any process",
+            [(gauge("spmmd_gpu_utilization_ratio", by="instance, device", aggregate="max"), INSTANCE_DEVICE)],
+            maximum=1,
+        ),
+    ],
+)
+
+BOARDS = [OVERVIEW, KERNELS, LAYERS, SERVING, GPU]
 
 
 def build_panel(spec: Panel):
