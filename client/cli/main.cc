@@ -257,6 +257,9 @@ void AddPack(CLI::App& app, Arguments& arguments) {
       ->required()
       ->type_name("FILE|DIR");
   command.add_flag("--all", args.all, "Pack every matrix of a checkpoint");
+  command
+      .add_option("--match", args.match, "With --all: only tensors whose name this pattern matches ('*_proj.weight')")
+      ->type_name("PATTERN");
   command.add_option("--bias", args.bias, "File, or tensor in the same .safetensors file, with the bias")
       ->type_name("FILE|TENSOR");
   const auto option = [&command](const std::string& name, const std::string& type, const std::string& help,

@@ -1,5 +1,6 @@
 #include "client/cli/pack.h"
 
+#include <fnmatch.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -132,13 +133,17 @@ absl::Status PackAll(const PackArgs& args, const FileAndTensor& from, bool json)
     SPMMD_ASSIGN_OR_RETURN(const WeightDescription weight, DescribeCheckpointWeight(&checkpoint, name));
     const bool readable = weight.dtype == "F16" || weight.dtype == "BF16" || weight.dtype == "F32";
     if (weight.shape.size() != 2 || !readable) continue;
+    if (!args.match.empty() && fnmatch(args.match.c_str(), name.c_str(), 0) != 0) continue;
     const auto [entry, inserted] = tensors.emplace(FileNameOf(name), name);
     if (!inserted) {
       return absl::InvalidArgumentError(
           absl::StrCat("tensors '", entry->second, "' and '", name, "' would share the file ", entry->first));
     }
   }
-  if (tensors.empty()) return absl::InvalidArgumentError(absl::StrCat(from.path, ": has no matrix"));
+  if (tensors.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(from.path, ": has no matrix", args.match.empty() ? "" : " that --match names"));
+  }
   std::error_code error;
   std::filesystem::create_directories(args.output, error);
   if (error) return absl::FailedPreconditionError(absl::StrCat("--output: ", args.output, ": ", error.message()));
@@ -182,6 +187,7 @@ bool WantsColor(MapStyle style) {
 absl::Status Pack(const PackArgs& args, bool json) {
   SPMMD_ASSIGN_OR_RETURN(const FileAndTensor from, ParseFile(args.file));
   if (args.all) return PackAll(args, from, json);
+  if (!args.match.empty()) return absl::InvalidArgumentError("--match: needs --all");
   SPMMD_ASSIGN_OR_RETURN(const Json report, PackOne(args, from, args.output, json));
   if (json) PrintJson(report);
   return absl::OkStatus();

@@ -18,7 +18,8 @@ struct PackArgs {
   std::string file;
   std::string bias;
   std::string output;  // a file, or with `all` a directory
-  bool all = false;    // every weight of a checkpoint
+  bool all = false;    // every weight of a checkpoint ...
+  std::string match;   // ... whose name this shell pattern matches; empty: any
   // nullopt: BITMAP, or DENSE where that takes no more bytes.
   std::optional<Format> format;
   v1::LayerSpec pruning;  // what ParsePruning understood

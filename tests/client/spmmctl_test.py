@@ -397,6 +397,11 @@ class Spmmctl(unittest.TestCase):
             {layer["metadata"]["source"] for layer in report["layers"]}, {f"{path}:../b", f"{path}:a.weight"}
         )
         self.assertEqual(spmmctl("pack", path, "--all", "-o", out).out.count("\n"), 2)
+        matched = spmmctl("pack", path, "--all", "--match", "*.weight", "-o", out, "--json").json["layers"]
+        self.assertEqual([layer["metadata"]["source"] for layer in matched], [f"{path}:a.weight"])
+        self.assertRegex(
+            spmmctl("pack", path, "--all", "--match", "q*", "-o", out).err, "has no matrix that --match names"
+        )
         data = pathlib.Path(__file__).resolve().parents[1] / "data" / "compressed_tensors"
         index = data / "sharded" / "model.safetensors.index.json"
         layers = spmmctl("pack", index, "--all", "-o", out / "ct", "--json").json["layers"]
