@@ -47,6 +47,7 @@ struct Flags {
   double seconds = 5;  // at most, for one row
   std::vector<int> callers;
   std::string backend = "auto";
+  int64_t max_batch_tokens = 0;  // 0: the server's default
   std::string csv;
 };
 
@@ -91,6 +92,7 @@ class EchoService final : public grpc::CallbackGenericService {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   spmm::config::v1::ServerConfig config;
   config.set_backend(flags.backend);
+  if (flags.max_batch_tokens > 0) config.set_max_batch_tokens(flags.max_batch_tokens);
   auto options = MakeOptions(config);
   options->listen = {spmmd_address};
   options->metrics_listen.clear();
@@ -434,6 +436,7 @@ int Main(int argc, char** argv) {
   app.add_option("--callers", flags.callers, "Then: calls of one token in flight at a time; the first is the measure")
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
+  app.add_option("--max-batch-tokens", flags.max_batch_tokens, "Of the server; 1 runs every request alone");
   app.add_option("--backend", flags.backend, "auto, cpu or cuda");
   app.add_option("--csv", flags.csv, "Also write the rows here");
   CLI11_PARSE(app, argc, argv);

@@ -142,6 +142,7 @@ bool CudaDevice::CanExecute(Format format) const {
   switch (format) {
     case Format::kDense:
     case Format::kBitmapGpu:
+    case Format::kThreeLayer:
     case Format::kRowStream:
     case Format::kRlcCsc:
     case Format::kColumnPiece:
@@ -206,6 +207,9 @@ uint64_t CudaDevice::EstimateBytes(Format format, DType dtype, int64_t m, int64_
       const uint64_t pieces = (rows + column_piece::kBlockRows - 1) / column_piece::kBlockRows * cols;
       return pieces * (column_piece::kBitmapBytes + column_piece::kChunkBytes + 4) + padded(value_bytes, 1.3) + kSlack;
     }
+    case Format::kThreeLayer:
+      // 2:4 slots and codes for every element, and what does not fit them.
+      return padded(rows * cols, 1.25) + padded(value_bytes, 0.5) + kSlack;
     case Format::kRowStream:
     case Format::kRlcCsc:
       // Values, runs, and slots that bridge gaps or end a piece.

@@ -17,6 +17,12 @@
 
 namespace spmmd::server::testing {
 
+#ifdef SPMMD_FAKE_CUDA_LIBRARY
+inline constexpr bool kFake = true;
+#else
+inline constexpr bool kFake = false;
+#endif
+
 inline std::string CudaLibraryPath() {
 #ifdef SPMMD_FAKE_CUDA_LIBRARY
   return SPMMD_FAKE_CUDA_LIBRARY;
@@ -73,7 +79,7 @@ class CudaTest : public ::testing::Test {
     auto usable = UsableCuda();
     if (usable.ok()) {
       library_ = *std::move(usable);
-    } else if (std::getenv("SPMMD_REQUIRE_GPU") != nullptr) {
+    } else if (kFake || std::getenv("SPMMD_REQUIRE_GPU") != nullptr) {
       FAIL() << usable.status();
     } else {
       GTEST_SKIP() << usable.status();

@@ -352,6 +352,12 @@ void spmmd_cuda_layer_free(spmmd_cuda_layer* layer) {
   delete layer;
 }
 
+spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* /*device*/, const spmmd_cuda_dense_weights* /*weights*/,
+                                             spmmd_cuda_stream /*stream*/, spmmd_cuda_packed_info* /*info*/,
+                                             spmmd_cuda_layer** /*layer*/) {
+  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "packing");
+}
+
 int32_t spmmd_cuda_kernel_count(void) { return static_cast<int32_t>(kKernels.size()); }
 const char* spmmd_cuda_kernel_name(int32_t kernel) { return kKernels[static_cast<size_t>(kernel)]; }
 int32_t spmmd_cuda_find_kernel(const char* name) {
