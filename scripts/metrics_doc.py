@@ -77,6 +77,7 @@ LABELS: dict[str, tuple[tuple[str, str], ...]] = {
         ("layer", "name of the layer; the first 1000, the rest are summed in `_other`; gone with the layer"),
         FORMAT,
     ),
+    "spmmd_layer_dense_bytes": (FORMAT,),
     "spmmd_layer_loads_total": (("source", "`upload`, `file`, `cache` or `host`"),),
     "spmmd_pack_duration_seconds": (FORMAT,),
 }

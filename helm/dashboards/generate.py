@@ -189,6 +189,23 @@ KERNELS = Board(
             [(rate("spmmd_kernel_flops_total", by="kernel"), "{{kernel}}")],
         ),
         Panel(
+            "Bytes against dense",
+            "percentunit",
+            "Packed bytes over what the same layers take dense: what a launch saves in memory traffic",
+            [
+                (
+                    gauge("spmmd_layer_bytes", by="format") + " / " + gauge("spmmd_layer_dense_bytes", by="format"),
+                    "{{format}}",
+                )
+            ],
+        ),
+        Panel(
+            "Bytes saved",
+            "bytes",
+            "Dense bytes of the layers less their packed bytes",
+            [(f"{gauge('spmmd_layer_dense_bytes')} - {gauge('spmmd_layer_bytes')}", "saved")],
+        ),
+        Panel(
             "Device busy",
             "percentunit",
             "Share of time in kernels",

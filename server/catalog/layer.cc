@@ -5,6 +5,14 @@
 #include "server/catalog/types.h"
 
 namespace spmmd::server {
+namespace {
+
+// As a dense matrix of its own type.
+int64_t DenseBytes(const LayerContent& content) {
+  return content.m * content.k * static_cast<int64_t>(SizeOf(content.dtype));
+}
+
+}  // namespace
 
 const ResidentLayer* LayerContent::On(const Device* device) const {
   for (const Copy& copy : copies) {
@@ -34,11 +42,13 @@ ServedLayer::ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared
       freed_(std::make_shared<absl::Notification>()) {
   metrics_->LayerStateChanged(pb::LAYER_STATE_UNSPECIFIED, pb::LAYER_STATE_READY);
   metrics_->AddLayerBytes(name_, std::string(Name(content_->format)), static_cast<int64_t>(content_->bytes));
+  metrics_->AddLayerDenseBytes(std::string(Name(content_->format)), DenseBytes(*content_));
 }
 
 ServedLayer::~ServedLayer() {
   metrics_->LayerStateChanged(pb::LAYER_STATE_READY, pb::LAYER_STATE_UNSPECIFIED);
   metrics_->AddLayerBytes(name_, std::string(Name(content_->format)), -static_cast<int64_t>(content_->bytes));
+  metrics_->AddLayerDenseBytes(std::string(Name(content_->format)), -DenseBytes(*content_));
   content_.reset();
   freed_->Notify();
 }
@@ -61,7 +71,7 @@ void ServedLayer::Describe(bool full, pb::Layer* out) const {
   out->set_format(ToProto(content.format));
   out->set_format_reason(content.format_reason);
   out->set_bytes(content.bytes);
-  out->set_dense_bytes(static_cast<uint64_t>(content.m * content.k) * SizeOf(content.dtype));
+  out->set_dense_bytes(static_cast<uint64_t>(DenseBytes(content)));
   out->set_has_bias(content.has_bias);
   if (activation_threshold_.has_value()) out->set_activation_threshold(*activation_threshold_);
   out->set_deterministic(deterministic_);

@@ -140,6 +140,9 @@ Metrics::Metrics(const Options& options)
       layer_bytes_(Make(prometheus::BuildGauge(), "spmmd_layer_bytes",
                         "Packed bytes of a layer, over its versions; layers beyond the label cap are summed in _other.",
                         *registry_)),
+      layer_dense_bytes_(Make(prometheus::BuildGauge(), "spmmd_layer_dense_bytes",
+                              "Bytes that the layers of a format would take as dense matrices of their own type.",
+                              *registry_)),
       layer_evictions_(Make(prometheus::BuildCounter(), "spmmd_layer_evictions_total",
                             "Layers moved out of device memory.", *registry_)
                            .Add({})),
@@ -263,6 +266,10 @@ void Metrics::AddLayerBytes(absl::string_view layer, absl::string_view format, i
     --labelled_layers_;
   }
   layer_series_.erase(absl::StrCat(layer, "\n", format));
+}
+
+void Metrics::AddLayerDenseBytes(absl::string_view format, int64_t delta) {
+  layer_dense_bytes_.Add({{"format", std::string(format)}}).Increment(static_cast<double>(delta));
 }
 
 void Metrics::LayerEvicted() { layer_evictions_.Increment(); }

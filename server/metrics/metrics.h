@@ -128,6 +128,8 @@ class Metrics final : public prometheus::Collectable {
   void LayerStateChanged(pb::LayerState from, pb::LayerState to);  // LAYER_STATE_UNSPECIFIED: came to be, or is gone
   // Adds to the bytes of a layer name, over its versions. A series that comes to zero is removed.
   void AddLayerBytes(absl::string_view layer, absl::string_view format, int64_t delta);
+  // The same layers as dense matrices of their own type, by format: what spmmd_layer_bytes is to be compared with.
+  void AddLayerDenseBytes(absl::string_view format, int64_t delta);
   void LayerEvicted();
   void LayerLoaded(absl::string_view source);  // "upload", "file", "cache", "host"
   void LayerPacked(absl::string_view format, absl::Duration duration);
@@ -165,6 +167,7 @@ class Metrics final : public prometheus::Collectable {
   prometheus::Family<prometheus::Gauge>& queue_bytes_;
   prometheus::Family<prometheus::Gauge>& layers_;
   prometheus::Family<prometheus::Gauge>& layer_bytes_;
+  prometheus::Family<prometheus::Gauge>& layer_dense_bytes_;
   prometheus::Counter& layer_evictions_;
   prometheus::Family<prometheus::Counter>& layer_loads_;
   prometheus::Family<prometheus::Histogram>& pack_duration_;

@@ -76,6 +76,18 @@ TEST(MetricsTest, LayerSeriesAreCappedAndGoWithTheirLayers) {
   EXPECT_EQ(Series(metrics, R"(spmmd_layer_bytes{format="BITMAP",layer="_other"})"), 0);
 }
 
+TEST(MetricsTest, LayersAreComparedWithDenseOnes) {
+  testing::Core core;
+  const DenseMatrix w = testing::RandomMatrix(DType::kF16, 64, 32, 0.5, 1);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  EXPECT_EQ(Series(core.metrics, R"(spmmd_layer_dense_bytes{format="BITMAP"})"), 64 * 32 * 2);
+  pb::UnregisterLayerRequest request;
+  request.mutable_layer()->set_name("w");
+  pb::UnregisterLayerResponse response;
+  ASSERT_TRUE(core.catalog.Unregister(request, &response).ok());
+  EXPECT_EQ(Series(core.metrics, R"(spmmd_layer_dense_bytes{format="BITMAP"})"), 0);
+}
+
 TEST(MetricsTest, EveryContractNameIsThereAfterOneRequest) {
   testing::Core core;
   core.metrics.SetBuildInfo("0.1.0", "abc", "cpu");
