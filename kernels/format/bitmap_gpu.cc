@@ -45,7 +45,7 @@ class ChunkElements {
     const int64_t rows = std::min<int64_t>(kChunkRows, w.rows - row0);
     const int64_t cols = std::min<int64_t>(grid.chunk_cols, w.cols - col0);
     if (rows == kChunkRows && cols == grid.chunk_cols) return;
-    clipped_.assign(static_cast<size_t>(kChunkRows * grid.chunk_cols), 0);
+    clipped_.assign(static_cast<size_t>(kChunkRows) * static_cast<size_t>(grid.chunk_cols), 0);
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(clipped_.data() + r * grid.chunk_cols, data_ + r * stride_, static_cast<size_t>(cols) * 2);
     }
@@ -86,11 +86,11 @@ class ChunkPlan {
   void WriteHeader(std::byte* out) const {
     const int words = MaskWords(chunk_cols_);
     for (int lane = 0; lane < kLanes; ++lane) {
-      std::memcpy(out + static_cast<size_t>(lane * words) * 4, masks_[static_cast<size_t>(lane)].data(),
+      std::memcpy(out + int64_t{4} * words * lane, masks_[static_cast<size_t>(lane)].data(),
                   static_cast<size_t>(words) * 4);
       const uint32_t descriptor = EncodeJump(jumps_[static_cast<size_t>(2 * lane)], chunk_cols_) |
                                   EncodeJump(jumps_[static_cast<size_t>(2 * lane + 1)], chunk_cols_) << 16;
-      std::memcpy(out + MaskBytes(chunk_cols_) + lane * 4, &descriptor, 4);
+      std::memcpy(out + MaskBytes(chunk_cols_) + int64_t{4} * lane, &descriptor, 4);
     }
   }
 
@@ -216,8 +216,8 @@ void WriteValues(const ChunkElements& elements, int chunk_cols, const std::byte*
     const int half = stream % 2;
     std::array<uint32_t, 4> mask;
     uint32_t descriptor;
-    std::memcpy(mask.data(), header + static_cast<size_t>(lane * words) * 4, static_cast<size_t>(words) * 4);
-    std::memcpy(&descriptor, header + MaskBytes(chunk_cols) + lane * 4, 4);
+    std::memcpy(mask.data(), header + int64_t{4} * words * lane, static_cast<size_t>(words) * 4);
+    std::memcpy(&descriptor, header + MaskBytes(chunk_cols) + int64_t{4} * lane, 4);
     const Jump jump = DecodeJump(descriptor, half, chunk_cols);
     // Which elements are zero is a matter of chance: no branch depends on it. Every element is written, and the next
     // one over it when it was a zero.
@@ -238,9 +238,9 @@ void WriteValues(const ChunkElements& elements, int chunk_cols, const std::byte*
       count += bits >> 3 & 1u;
     }
     if (jump.step < 0) head = count;
-    std::byte* to = out + stream * 2;
+    std::byte* to = out + int64_t{2} * stream;
     for (size_t i = 0; i < head; ++i, to += kRowBytes) std::memcpy(to, &packed[i], 2);
-    to = out + jump.row * kRowBytes + jump.column * 2;
+    to = out + int64_t{kRowBytes} * jump.row + int64_t{2} * jump.column;
     for (size_t i = head; i < count; ++i, to += kRowBytes) std::memcpy(to, &packed[i], 2);
   }
 }
@@ -333,7 +333,7 @@ absl::Status Unpack(const PackedLayer& layer, const MutableDenseView& out) {
     const std::byte* values = chunk + HeaderBytes(chunk_cols);
     for (int lane = 0; lane < kLanes; ++lane) {
       uint32_t descriptor;
-      std::memcpy(&descriptor, chunk + MaskBytes(chunk_cols) + lane * 4, 4);
+      std::memcpy(&descriptor, chunk + MaskBytes(chunk_cols) + int64_t{4} * lane, 4);
       for (int half = 0; half < 2; ++half) {
         const Jump jump = DecodeJump(descriptor, half, chunk_cols);
         int column = 2 * lane + half;
@@ -349,8 +349,8 @@ absl::Status Unpack(const PackedLayer& layer, const MutableDenseView& out) {
           for (int e = 0; e < 4; ++e) {
             if ((bits >> e & 1u) == 0) continue;
             std::byte* to = out.row(row0 + ElementRow(lane, half)) +
-                            static_cast<size_t>(col0 + step * kStepCols + ElementCol(lane, e)) * 2;
-            std::memcpy(to, values + row * kRowBytes + column * 2, 2);
+                            static_cast<size_t>(col0 + int64_t{kStepCols} * step + ElementCol(lane, e)) * 2;
+            std::memcpy(to, values + int64_t{kRowBytes} * row + int64_t{2} * column, 2);
             ++row;
           }
         }
