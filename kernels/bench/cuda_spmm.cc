@@ -20,6 +20,7 @@ namespace {
 
 constexpr size_t kRotateBytes = size_t{260} << 20;  // more than four times the L2 of an H200
 constexpr int64_t kCheckedRows = 192;
+constexpr int64_t kCheckedTokens = 80;  // the first ones; more than one launch of 64
 constexpr int kMaxCandidates = 16;
 
 struct Times {
@@ -194,9 +195,18 @@ class Bench {
     return Ok(cuda_->dense_use_candidate(dense.layer->copies.front(), &dense.call, best));
   }
 
-  // max |y - ref| / sum|w||x| over sampled rows of W; NaN when an output was not written.
-  absl::StatusOr<double> Error(const Contender& contender, const DenseView& w, const DenseView& x) {
-    const int64_t m = w.rows;
+  // What the first kCheckedTokens tokens of x give on sampled rows of W.
+  void MakeReference(const DenseView& w, DenseView x) {
+    checked_rows_.clear();
+    for (int64_t i = 0; i < std::min(kCheckedRows, w.rows); ++i) {
+      checked_rows_.push_back(i * w.rows / std::min(kCheckedRows, w.rows));
+    }
+    x.rows = std::min(x.rows, kCheckedTokens);
+    reference_ = ReferenceRows(w, checked_rows_, x);
+  }
+
+  // max |y - ref| / sum|w||x| over what MakeReference covers; NaN when an output was not written.
+  absl::StatusOr<double> Error(const Contender& contender, int64_t m) {
     const int64_t n = contender.call.n;
     const size_t bytes = static_cast<size_t>(n * m) * 2;
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->memset_async(device_, contender.call.y, 0xff, bytes, stream_)));
@@ -205,17 +215,11 @@ class Bench {
     SPMMD_ASSIGN_OR_RETURN(DenseMatrix y, DenseMatrix::Create(options_.dtype, n, m));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->memcpy_async(device_, y.mutable_view().data, contender.call.y, bytes, stream_)));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->stream_synchronize(device_, stream_)));
-    std::vector<int64_t> rows;
-    for (int64_t i = 0; i < std::min(kCheckedRows, m); ++i) rows.push_back(i * m / std::min(kCheckedRows, m));
-    if (reference_n_ != n) {
-      reference_ = ReferenceRows(w, rows, x);
-      reference_n_ = n;
-    }
     double worst = 0;
-    for (int64_t token = 0; token < n; ++token) {
-      for (size_t i = 0; i < rows.size(); ++i) {
-        const size_t at = static_cast<size_t>(token) * rows.size() + i;
-        const double difference = std::fabs(ElementAsDouble(y.view(), token, rows[i]) - reference_.y[at]);
+    for (int64_t token = 0; token < std::min(n, kCheckedTokens); ++token) {
+      for (size_t i = 0; i < checked_rows_.size(); ++i) {
+        const size_t at = static_cast<size_t>(token) * checked_rows_.size() + i;
+        const double difference = std::fabs(ElementAsDouble(y.view(), token, checked_rows_[i]) - reference_.y[at]);
         if (std::isnan(difference)) return difference;
         if (reference_.scale[at] > 0) worst = std::max(worst, difference / reference_.scale[at]);
       }
@@ -237,9 +241,9 @@ class Bench {
       SPMMD_ASSIGN_OR_RETURN(Resident resident, MakeResident(packed));
       sparse.emplace_back(format, std::move(resident));
     }
-    reference_n_ = -1;
     const int64_t most = *std::max_element(options_.tokens.begin(), options_.tokens.end());
     SPMMD_ASSIGN_OR_RETURN(const DenseMatrix x, RandomTokens(options_.dtype, most, k, options_.seed + 1));
+    MakeReference(w.view(), x.view());
     SPMMD_ASSIGN_OR_RETURN(void* x_device, Allocate(x.bytes()));
     SPMMD_ASSIGN_OR_RETURN(void* y_device, Allocate(static_cast<size_t>(most * m) * 2));
     SPMMD_RETURN_IF_ERROR(Ok(cuda_->memcpy_async(device_, x_device, x.view().data, x.bytes(), stream_)));
@@ -278,9 +282,11 @@ class Bench {
         contenders.push_back({std::string(Name(format)), name + "+chain", &resident, kernel, call, nullptr, 0, {}});
         contenders.back().call.flags |= SPMMD_CUDA_FLAG_CHAIN;
         for (int variant = 1; variant <= options_.variants; ++variant) {
+          spmmd_cuda_matmul forced = call;
+          forced.flags |= static_cast<uint32_t>(variant) << SPMMD_CUDA_FLAG_VARIANT_SHIFT;
+          if (cuda_->can_implement(resident.copies.front(), kernel, &forced) != SPMMD_CUDA_OK) continue;
           contenders.push_back(
-              {std::string(Name(format)), absl::StrCat(name, "#", variant), &resident, kernel, call, nullptr, 0, {}});
-          contenders.back().call.flags |= static_cast<uint32_t>(variant) << SPMMD_CUDA_FLAG_VARIANT_SHIFT;
+              {std::string(Name(format)), absl::StrCat(name, "#", variant), &resident, kernel, forced, nullptr, 0, {}});
         }
       }
     }
@@ -295,7 +301,7 @@ class Bench {
     }
     const double dense_us = Summarize(contenders.front().us).p50;
     for (Contender& contender : contenders) {
-      SPMMD_ASSIGN_OR_RETURN(const double error, Error(contender, w, x));
+      SPMMD_ASSIGN_OR_RETURN(const double error, Error(contender, w.rows));
       const Times times = Summarize(contender.us);
       Row row;
       row.op = "spmm";
@@ -331,7 +337,7 @@ class Bench {
   void* workspace_ = nullptr;
   uint64_t workspace_bytes_ = 0;
   double ceiling_ = 0;  // bytes per second
-  int64_t reference_n_ = -1;
+  std::vector<int64_t> checked_rows_;
   Reference reference_;
 };
 

@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "kernels/cuda/elementwise.h"
+
 namespace spmmd::cuda {
 
 bool NeedsConversion(const spmmd_cuda_layer& layer, const Call& call) {
@@ -13,6 +15,22 @@ bool NeedsConversion(const spmmd_cuda_layer& layer, const Call& call) {
 }
 
 uint64_t ConvertedPitch(const spmmd_cuda_layer& layer) { return RoundUp(static_cast<uint64_t>(layer.k), 8); }
+
+uint64_t ConvertedBytes(const spmmd_cuda_layer& layer, const Call& call) {
+  return static_cast<uint64_t>(call.n) * ConvertedPitch(layer) * 2;
+}
+
+Status PrepareActivations(const spmmd_cuda_layer& layer, const Call& call, void* workspace, cudaStream_t stream,
+                          Activations* activations) {
+  const auto pitch = static_cast<int64_t>(ConvertedPitch(layer));
+  if (!NeedsConversion(layer, call)) {
+    // The stride of a single row is not used, but a map wants a valid one.
+    *activations = {static_cast<const uint16_t*>(call.x), call.n == 1 ? pitch : call.x_stride};
+    return {};
+  }
+  *activations = {static_cast<const uint16_t*>(workspace), pitch};
+  return LaunchConvertActivations(call, layer.k, layer.dtype, pitch, workspace, stream);
+}
 
 Status EncodeActivations(const void* x, int64_t k, int64_t tokens, int64_t stride, int padded, bool is_bf16,
                          CUtensorMap* map) {

@@ -43,8 +43,7 @@ class ChunkDecoder {
  public:
   static constexpr int kSteps = bitmap_gpu::Steps(kChunkCols);
 
-  // A chunk that is not there decodes to zeros.
-  __device__ __forceinline__ ChunkDecoder(uint32_t chunk, int lane, bool present = true) {
+  __device__ __forceinline__ ChunkDecoder(uint32_t chunk, int lane) {
     constexpr int kMaskBytes = bitmap_gpu::MaskBytes(kChunkCols);
     if constexpr (kSteps == 16) {
       const uint4 words = LoadShared128(chunk + lane * 16);
@@ -58,15 +57,14 @@ class ChunkDecoder {
       mask_[1] = words.y;
     }
     const uint32_t descriptor = LoadShared32(chunk + kMaskBytes + lane * 4);
-#pragma unroll
-    for (int word = 0; word < kSteps / 4; ++word) mask_[word] = present ? mask_[word] : 0;
     const uint32_t values = chunk + bitmap_gpu::HeaderBytes(kChunkCols);
     low_ = values + lane * 4;
     high_ = low_ + 2;
     jump_low_ = descriptor & 7u;
     jump_high_ = descriptor >> 16 & 7u;
-    tail_low_ = values + (descriptor >> 9 & 127u) * bitmap_gpu::kRowBytes + (descriptor >> 3 & 63u) * 2;
-    tail_high_ = values + (descriptor >> 25) * bitmap_gpu::kRowBytes + (descriptor >> 19 & 63u) * 2;
+    // Row * 128 + column * 2: the descriptor's fields already lie in that order.
+    tail_low_ = values + (descriptor >> 2 & 0x3ffeu);
+    tail_high_ = values + (descriptor >> 18 & 0x3ffeu);
   }
 
   // `step` must be a compile-time constant after unrolling.

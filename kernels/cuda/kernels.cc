@@ -8,6 +8,7 @@
 #include "kernels/cuda/column_piece_spmspv.h"
 #include "kernels/cuda/rlc_csc_spmspv.h"
 #include "kernels/cuda/row_stream_spmv.h"
+#include "kernels/cuda/spmm_pair.h"
 #include "kernels/cuda/three_layer_spmm.h"
 
 namespace spmmd::cuda {
@@ -15,7 +16,7 @@ namespace {
 
 // Order is the kernel's number in the ABI of one build; callers find kernels by name.
 const Kernel* const kKernels[] = {
-    &kDenseCublasLt, &kSpmmTile, &kSpmmSlab, &kRowStreamSpmv, &kColumnPieceSpmspv, &kColumnPieceSpmspvIndexed,
+    &kDenseCublasLt, &kSpmmTile, &kSpmmPair, &kRowStreamSpmv, &kColumnPieceSpmspv, &kColumnPieceSpmspvIndexed,
     &kRlcCscSpmspv,   &kThreeLayerSpmm,
 };
 

@@ -20,17 +20,16 @@
 // 32; shared memory (decoding, and wgmma reading X again for every 64 rows)
 // from N = 64 or 60 % on.
 #include <cuda.h>
-#include <cudaTypedefs.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <string>
 #include <tuple>
 
+#include "kernels/cuda/activation_map.h"
 #include "kernels/cuda/bitmap_decode.cuh"
-#include "kernels/cuda/elementwise.h"
+#include "kernels/cuda/chunk_offsets.cuh"
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/ptx.cuh"
@@ -42,16 +41,14 @@ namespace spmmd::cuda {
 namespace {
 
 using tile::kBoxCols;
-using tile::kGroups;
 using tile::kMaxBoxes;
 using tile::kMaxPieces;
-using tile::kWarps;
 
-constexpr int kThreads = (kGroups + 1) * 128;
 constexpr int kMaxStages = 4;
 constexpr int kDynamicAlignment = 1024;
-constexpr int kConsumerRegisters = 112;
-constexpr int kProducerRegisters = 32;
+// Registers a thread, for 4, 3 and 2 consumer warpgroups beside the one that feeds X.
+constexpr int ConsumerRegisters(int groups) { return groups == 4 ? 112 : groups == 3 ? 160 : 240; }
+constexpr int ProducerRegisters(int groups) { return groups == 4 ? 32 : 24; }
 constexpr int kStepsPerCommit = 2;
 
 struct TileParams {
@@ -66,9 +63,10 @@ struct TileParams {
 };
 
 struct TileShared {
-  uint64_t chunk_full[kWarps * kMaxStages];
+  uint64_t chunk_full[tile::kMaxGroups * 4 * kMaxStages];
   uint64_t box_full[kMaxBoxes];
   uint64_t box_empty[kMaxBoxes];
+  uint64_t nobody;
 };
 
 template <int kTokens>
@@ -84,81 +82,12 @@ constexpr int SlotBytes() {
   return kTokens / 8 * 512;
 }
 
-// What one warp fetches, unit by unit: the chunks of its row block in the tile
-// and its place along K.
-class Fetches {
- public:
-  __device__ __forceinline__ Fetches(const TileParams &p, int cta, int row_block_in_tile, int place)
-      : p_(p), segments_(p.plan, cta), row_block_(row_block_in_tile), place_(place) {
-    Enter();
-  }
-
-  __device__ __forceinline__ bool done() const { return done_; }
-  // Where the chunk begins and ends in units of 16 bytes; begin == end where
-  // the matrix has none.
-  __device__ __forceinline__ void Offsets(uint32_t &begin, uint32_t &end) const {
-    begin = 0;
-    end = 0;
-    if (segment_.begin < limit_) {
-      begin = __ldg(offset_);
-      end = __ldg(offset_ + 1);
-    }
-  }
-  __device__ __forceinline__ void Next() {
-    offset_ += p_.plan.depth();
-    if (++segment_.begin == segment_.end) Enter();
-  }
-
- private:
-  __device__ __forceinline__ void Enter() {
-    done_ = !segments_.Next(segment_);
-    if (done_) return;
-    limit_ = p_.plan.Limit(segment_.tile, row_block_, place_);
-    offset_ = p_.offsets + static_cast<int64_t>(segment_.tile * p_.plan.height * 4 + row_block_) * p_.plan.col_blocks +
-              segment_.begin * p_.plan.depth() + place_;
-  }
-
-  const TileParams &p_;
-  tile::Segments segments_;
-  tile::Segment segment_ = {};
-  const uint32_t *offset_ = nullptr;
-  int row_block_, place_;
-  int limit_ = 0;
-  bool done_ = false;
-};
-
-// A chunk into a stage. One that is not there (begin == end) completes its
-// barrier at once, so that every unit does.
-__device__ __forceinline__ void FetchChunk(const TileParams &p, uint32_t begin, uint32_t end, uint32_t to,
-                                           uint32_t full) {
-  if (begin == end) {
-    BarrierArrive(full);
-    return;
-  }
-  BarrierArriveExpect(full, (end - begin) * 16);
-  BulkLoad(to, p.chunks + uint64_t{begin} * 16, (end - begin) * 16, full);
-}
-
-// A quad of a leftover tile: the sum of all partial sums of a row block and
-// token tile.
-template <int kTokens>
-__device__ __forceinline__ float4 SumPartials(const TileParams &p, int leftover, int row_block, int tile, int lane) {
-  const tile::Plan &plan = p.plan;
-  const int first = plan.Sharer(leftover * plan.units);
-  const int last = plan.Sharer((leftover + 1) * plan.units - 1);
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int cta = first; cta <= last; ++cta) {
-    const int piece = leftover - plan.ShareBegin(cta) / plan.units;
-    const int64_t slot = (static_cast<int64_t>(cta) * kMaxPieces + piece) * plan.height * 4 + row_block;
-    AddQuad(sum, __ldcg(p.partials + (slot * (kTokens / 8) + tile) * 32 + lane));
-  }
-  return sum;
-}
-
 template <bool kIsBf16, int kTokens, int kChunkCols>
-__global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ CUtensorMap x_map,
-                                                        const __grid_constant__ TileParams p) {
+__global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
+                             1) void SpmmTile(const __grid_constant__ CUtensorMap x_map,
+                                              const __grid_constant__ TileParams p) {
+  constexpr int kGroups = tile::GroupsFor(kTokens);
+  constexpr int kWarps = kGroups * 4;
   constexpr int kTiles = kTokens / 8;
   constexpr int kBoxesPerChunk = kChunkCols / kBoxCols;
   constexpr int kSteps = ChunkDecoder<kChunkCols>::kSteps;
@@ -168,7 +97,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const int cta = static_cast<int>(blockIdx.x);
-  const int depth = plan.depth();
+  const int depth = plan.depth;
   const int boxes = plan.boxes;
   const uint32_t x_shared = SharedAddress(dynamic);
   uint8_t *const stages_begin = dynamic + depth * boxes * BoxBytes<kTokens>();
@@ -180,44 +109,48 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
       BarrierInit(SharedAddress(shared.box_full + i), 1);
       BarrierInit(SharedAddress(shared.box_empty + i), static_cast<uint32_t>(plan.height * 4));
     }
+    BarrierInit(SharedAddress(&shared.nobody), kWarps);
     BarrierInitFence();
   }
 
   // Consumers: warpgroup g takes row group g % height of the tile and chunk g /
   // height of the unit.
   const int group = warp / 4;
-  const int group_row = group % plan.height;
-  const int group_col = group / plan.height;
+  const int group_col = plan.depth == 1 ? 0 : plan.height == 1 ? group : group / 2;  // group / height
+  const int group_row = group - group_col * plan.height;
   const int row_block_in_tile = group_row * 4 + warp % 4;
   const uint32_t stage0 = SharedAddress(stages_begin) + static_cast<uint32_t>(warp * plan.stages * p.stage_bytes);
   const uint32_t full0 = SharedAddress(shared.chunk_full) + static_cast<uint32_t>(warp * plan.stages * 8);
-  Fetches fetches(p, cta, row_block_in_tile, group_col);
+  const tile::Plan::Units units = plan.UnitsOf(cta);
+  // A warp's chunks: unit by unit, its row block of the tile and its place along K.
+  const auto find = [&](int i) {
+    const IntPair at = plan.Locate(cta, units, i);
+    const int block = plan.RowTile(at.x) * plan.height * 4 + row_block_in_tile;
+    if (at.y >= plan.Limit(block, group_col)) return make_uint2(0, 0);
+    const uint32_t *offset =
+        p.offsets + (static_cast<int64_t>(block) * plan.col_blocks + at.y * plan.depth + group_col);
+    return make_uint2(__ldg(offset), __ldg(offset + 1));
+  };
+  ChunkOffsets offsets(warp < kWarps ? units.count : 0, find);
   if (warp < kWarps) {
-    // The weights do not depend on earlier kernels: start them before anything
-    // else. Lane s fetches chunk s.
-    int units = 0;
-    uint32_t begin = 0;
-    uint32_t end = 0;
-    for (; units < plan.stages && !fetches.done(); ++units, fetches.Next()) {
-      if (lane == units) fetches.Offsets(begin, end);
-    }
+    // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches chunk s.
+    const uint2 chunk = offsets.Mine();
     if (lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
     BarrierInitFence();
     __syncwarp();
-    if (lane < units) {
-      FetchChunk(p, begin, end, stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
-    }
+    if (lane == 0 && chunk.x != chunk.y) FetchChunk(p.chunks, chunk, stage0, full0);
   }
   __syncthreads();
 
   if (warp >= kWarps) {
-    ShrinkRegisters<kProducerRegisters>();
+    ShrinkRegisters<ProducerRegisters(kGroups)>();
     if (warp == kWarps && ElectOne()) {
       WaitForPrerequisites();
       int slot = 0;
       uint32_t parity = 1;
       tile::Segments segments(plan, cta);
       for (tile::Segment segment; segments.Next(segment);) {
+        const int token = plan.TokenTile(segment.tile) * kTokens;
         int column = segment.begin * depth * kChunkCols;
         for (int unit = segment.begin; unit < segment.end; ++unit, column += (depth - 1) * kChunkCols) {
 #pragma unroll 1
@@ -228,7 +161,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
               BarrierWait(SharedAddress(shared.box_empty + at), parity);
               BarrierArriveExpect(full, BoxBytes<kTokens>());
               TensorLoad2d(x_shared + static_cast<uint32_t>(at * BoxBytes<kTokens>()), &x_map,
-                           column + ring * kChunkCols, 0, full);
+                           column + ring * kChunkCols, token, full);
             }
             if (++slot == boxes) {
               slot = 0;
@@ -241,7 +174,23 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
     return;
   }
 
-  GrowRegisters<kConsumerRegisters>();
+  GrowRegisters<ConsumerRegisters(kGroups)>();
+  {
+    // Only now, so that every warp's first chunk was asked for before any warp's second.
+    const int first = min(plan.stages, units.count);
+    const uint2 chunk = offsets.Mine();
+    const bool present = chunk.x != chunk.y;
+    if (lane > 0 && lane < first && present) {
+      FetchChunk(p.chunks, chunk, stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
+    }
+    const uint32_t absent = __ballot_sync(~0u, lane < first && !present);
+    for (int s = 0; absent != 0 && s < first; ++s) {
+      if ((absent >> s & 1u) != 0) {
+        ClearChunk<kChunkCols>(stage0 + static_cast<uint32_t>(s * p.stage_bytes), full0 + s * 8, lane);
+      }
+    }
+    offsets.Skip(first);
+  }
   const uint32_t box_full = SharedAddress(shared.box_full + group_col * boxes);
   const uint32_t box_empty = SharedAddress(shared.box_empty + group_col * boxes);
   const uint32_t x_low = WgmmaLowWord(x_shared + static_cast<uint32_t>(group_col * boxes * BoxBytes<kTokens>()));
@@ -252,8 +201,8 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
   int stage = 0;
   uint32_t stage_parity = 0;
   int slot = 0;
-  int used_slot = -1;  // whose wgmmas are done once the current batch is the
-                       // only one running
+  // Whose wgmmas are done once the current batch is the only one running. At first a barrier that nobody waits for.
+  uint32_t used_box = SharedAddress(&shared.nobody);
   uint32_t slot_parity = 0;
   tile::Segments segments(plan, cta);
 #pragma unroll 1
@@ -261,22 +210,12 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
     float sum[kTokens / 2];
 #pragma unroll
     for (float &v : sum) v = 0.f;
-    const int limit = plan.Limit(segment.tile, row_block_in_tile, group_col);
 #pragma unroll 1
     for (int unit = segment.begin; unit < segment.end; ++unit) {
-      // The offsets of the chunk that will refill this stage arrive while it is
-      // being decoded.
-      const bool refill = !fetches.done();
-      uint32_t next_begin = 0;
-      uint32_t next_end = 0;
-      if (refill) {
-        fetches.Offsets(next_begin, next_end);
-        fetches.Next();
-      }
       const uint32_t chunk = stage0 + static_cast<uint32_t>(stage * p.stage_bytes);
       const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
       BarrierWait(full, stage_parity);
-      ChunkDecoder<kChunkCols> decoder(chunk, lane, unit < limit);
+      ChunkDecoder<kChunkCols> decoder(chunk, lane);
 #pragma unroll
       for (int step = 0; step < kSteps; step += kStepsPerCommit) {
         uint32_t(&set)[kStepsPerCommit][4] = a[step / kStepsPerCommit % 2];
@@ -294,8 +233,8 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
         WgmmaCommit();
         WgmmaWait<1>();
         if (step % 4 == 0) {
-          if (used_slot >= 0 && lane == 0) BarrierArrive(box_empty + static_cast<uint32_t>(used_slot * 8));
-          used_slot = slot;
+          if (lane == 0) BarrierArrive(used_box);
+          used_box = box_empty + static_cast<uint32_t>(slot * 8);
         }
         if (step % 4 == 4 - kStepsPerCommit && ++slot == boxes) {
           slot = 0;
@@ -303,7 +242,14 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
         }
       }
       __syncwarp();  // every lane is done with the stage
-      if (refill && ElectOne()) FetchChunk(p, next_begin, next_end, chunk, full);
+      if (!offsets.done()) {
+        const uint2 next = offsets.Next();
+        if (next.x == next.y) {
+          ClearChunk<kChunkCols>(chunk, full, lane);
+        } else if (ElectOne()) {
+          FetchChunk(p.chunks, next, chunk, full);
+        }
+      }
       if (++stage == plan.stages) {
         stage = 0;
         stage_parity ^= 1;
@@ -341,7 +287,8 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
         }
       }
     }
-    const int block = segment.tile * plan.height * 4 + row_block_in_tile;
+    const int block = plan.RowTile(segment.tile) * plan.height * 4 + row_block_in_tile;
+    const int first_tile = plan.TokenTile(segment.tile) * kTiles;
     float4 *const partial =
         p.partials +
         ((static_cast<int64_t>(cta) * kMaxPieces + segment.piece) * plan.height * 4 + row_block_in_tile) * kTiles * 32;
@@ -354,7 +301,7 @@ __global__ __launch_bounds__(kThreads, 1) void SpmmTile(const __grid_constant__ 
       if (segment.piece >= 0) {
         __stcg(partial + t * 32 + lane, quad);
       } else {
-        StoreTileQuad(p.epilogue, p.tokens, p.m, block, t, lane, quad);
+        StoreTileQuad(p.epilogue, p.tokens, p.m, block, first_tile + t, lane, quad);
       }
     }
   }
@@ -371,12 +318,24 @@ __global__ __launch_bounds__(256) void TileFinish(const __grid_constant__ TilePa
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int blocks = plan.height * 4;
   const int tile = item % kTiles;
-  const int block = item / kTiles % blocks;
+  const int row_block = item / kTiles % blocks;
   const int leftover = item / kTiles / blocks;
-  WaitForPrerequisites();
   if (leftover >= plan.leftovers) return;
-  const float4 sum = SumPartials<kTokens>(p, leftover, block, tile, lane);
-  StoreTileQuad(p.epilogue, p.tokens, p.m, (plan.FirstLeftover() + leftover) * blocks + block, tile, lane, sum);
+  const int first = plan.Sharer(leftover * plan.units);
+  const int sharers = plan.Sharer((leftover + 1) * plan.units - 1) - first + 1;
+  // Only the first of them may have had a share of the tile before; for the others this is their first piece.
+  const int piece = leftover - plan.DivideByUnits(plan.ShareBegin(first));
+  const int64_t part = int64_t{blocks} * kTiles * 32;
+  const int64_t within = (row_block * kTiles + tile) * 32 + lane;
+  const float4 *partial = p.partials + int64_t{first} * kMaxPieces * part + within;
+  const int number = plan.FirstLeftover() + leftover;
+  const int block = plan.RowTile(number) * blocks + row_block;
+  const int token_tile = plan.TokenTile(number) * kTiles + tile;
+  WaitForPrerequisites();
+  float4 sum = __ldcg(partial + piece * part);
+#pragma unroll 8
+  for (int i = 1; i < sharers; ++i) AddQuad(sum, __ldcg(partial + i * kMaxPieces * part));
+  StoreTileQuad(p.epilogue, p.tokens, p.m, block, token_tile, lane, sum);
 }
 
 // ---- host
@@ -386,9 +345,12 @@ using FinishKernel = void (*)(TileParams);
 
 template <bool kIsBf16, int kChunkCols>
 TileKernel KernelForTokens(int tokens) {
-  return tokens == 16   ? SpmmTile<kIsBf16, 16, kChunkCols>
-         : tokens == 32 ? SpmmTile<kIsBf16, 32, kChunkCols>
-                        : SpmmTile<kIsBf16, 64, kChunkCols>;
+  return tokens == 8     ? SpmmTile<kIsBf16, 8, kChunkCols>
+         : tokens == 16  ? SpmmTile<kIsBf16, 16, kChunkCols>
+         : tokens == 32  ? SpmmTile<kIsBf16, 32, kChunkCols>
+         : tokens == 64  ? SpmmTile<kIsBf16, 64, kChunkCols>
+         : tokens == 128 ? SpmmTile<kIsBf16, 128, kChunkCols>
+                         : SpmmTile<kIsBf16, 256, kChunkCols>;
 }
 
 TileKernel FindKernel(bool is_bf16, int tokens, int chunk_cols) {
@@ -397,12 +359,13 @@ TileKernel FindKernel(bool is_bf16, int tokens, int chunk_cols) {
 }
 
 FinishKernel FindFinish(int tokens) {
-  return tokens == 16 ? TileFinish<16> : tokens == 32 ? TileFinish<32> : TileFinish<64>;
+  return tokens == 8     ? TileFinish<8>
+         : tokens == 16  ? TileFinish<16>
+         : tokens == 32  ? TileFinish<32>
+         : tokens == 64  ? TileFinish<64>
+         : tokens == 128 ? TileFinish<128>
+                         : TileFinish<256>;
 }
-
-constexpr int64_t kTokensPerLaunch = 64;
-
-int PaddedTokens(int64_t tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64; }
 
 int64_t MaxDynamicShared(const spmmd_cuda_device &device) {
   constexpr int64_t kStatic = (sizeof(TileShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
@@ -410,38 +373,39 @@ int64_t MaxDynamicShared(const spmmd_cuda_device &device) {
 }
 
 // Plans are made once for each kind of launch.
-tile::Plan PlanFor(const spmmd_cuda_layer &layer, int tokens) {
+tile::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call, int64_t n) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
   const int64_t row_blocks = CeilDiv(layer.m, 16);
   const int64_t col_blocks = CeilDiv(layer.k, chunk_cols);
   const int64_t stage_bytes = layer.params[bitmap_gpu::kParamMaxChunkBytes];
+  // Token counts that are padded to the same tiles share a plan.
+  const int64_t tokens = n <= 8    ? 8
+                         : n <= 16 ? 16
+                         : n <= 32 ? 32
+                         : n <= 64 ? 64
+                                   : RoundUp(static_cast<uint64_t>(n), 128);
+  const auto only = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u);
   static std::mutex mutex;
-  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int64_t>, tile::Plan>();
-  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, stage_bytes);
+  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int64_t, int64_t, int>, tile::Plan>();
+  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, stage_bytes, only);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans->find(key); found != plans->end()) return found->second;
   return (*plans)[key] = tile::MakePlan(layer.device->multiprocessors, MaxDynamicShared(*layer.device), row_blocks,
-                                        col_blocks, tokens, stage_bytes);
+                                        col_blocks, tokens, stage_bytes, only);
 }
 
-uint64_t PartialBytes(const tile::Plan &plan, int tokens) {
+uint64_t PartialBytes(const tile::Plan &plan) {
   if (plan.leftovers == 0) return 0;
-  return static_cast<uint64_t>(plan.ctas) * kMaxPieces * plan.height * 4 * static_cast<uint64_t>(tokens / 8) * 512;
+  return static_cast<uint64_t>(plan.ctas) * kMaxPieces * plan.height * 4 * static_cast<uint64_t>(plan.tokens / 8) * 512;
 }
 
-bool NeedsConversion(const spmmd_cuda_layer &layer, const Call &call) {
-  return call.x_dtype != layer.dtype || reinterpret_cast<uintptr_t>(call.x) % 16 != 0 ||
-         (call.n > 1 ? call.x_stride : 8) % 8 != 0;
-}
-
-uint64_t Pitch(const spmmd_cuda_layer &layer) { return RoundUp(static_cast<uint64_t>(layer.k), 8); }
+// What one launch takes: a tile's number must stay an int.
+constexpr int64_t kTokensPerLaunch = 1 << 14;
 
 Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
   for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
-    if (tokens > 0 && PlanFor(layer, PaddedTokens(tokens)).ctas == 0) {
-      return Unimplemented(
-          "spmm_tile: the layer's largest chunk leaves no "
-          "shared memory for activations");
+    if (tokens > 0 && PlanFor(layer, call, tokens).ctas == 0) {
+      return Unimplemented("spmm_tile: no cut, or the layer's largest chunk leaves no shared memory for activations");
     }
   }
   return {};
@@ -450,49 +414,16 @@ Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
 uint64_t ScratchBytes(const spmmd_cuda_layer &layer, const Call &call) {
   uint64_t partials = 0;
   for (const int64_t tokens : {std::min(call.n, kTokensPerLaunch), call.n % kTokensPerLaunch}) {
-    if (tokens == 0) continue;
-    const int padded = PaddedTokens(tokens);
-    partials = std::max(partials, PartialBytes(PlanFor(layer, padded), padded));
+    if (tokens > 0) partials = std::max(partials, PartialBytes(PlanFor(layer, call, tokens)));
   }
-  // Room for converted activations always: whether they are needed depends on
-  // pointers that may not be known yet.
-  return RoundUp(partials, 256) + static_cast<uint64_t>(call.n) * Pitch(layer) * 2;
+  return RoundUp(partials, 256) + ConvertedBytes(layer, call);
 }
 
-Status EncodeActivations(const void *x, int64_t k, int64_t tokens, int64_t stride, int padded, bool is_bf16,
-                         CUtensorMap *map) {
-  static const auto encode = []() -> PFN_cuTensorMapEncodeTiled_v12000 {
-    void *function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result) !=
-            cudaSuccess ||
-        result != cudaDriverEntryPointSuccess) {
-      return nullptr;
-    }
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  if (encode == nullptr) return {SPMMD_CUDA_UNAVAILABLE, "the driver has no cuTensorMapEncodeTiled"};
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(tokens)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
-  const cuuint32_t box[2] = {kBoxCols, static_cast<cuuint32_t>(padded)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result =
-      encode(map, is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-             const_cast<void *>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    return {SPMMD_CUDA_INTERNAL, "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result))};
-  }
-  return {};
-}
-
-Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const void *x, int64_t x_stride, int64_t first_token,
+Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const Activations &x, int64_t first_token,
                   int64_t tokens, cudaStream_t stream) {
   const auto chunk_cols = static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]);
-  const int padded = PaddedTokens(tokens);
-  const bool is_bf16 = layer.dtype == kBf16;
   TileParams p = {};
-  p.plan = PlanFor(layer, padded);
+  p.plan = PlanFor(layer, call, tokens);
   p.chunks = layer.SectionData(bitmap_gpu::kChunkSection);
   p.offsets = reinterpret_cast<const uint32_t *>(layer.SectionData(bitmap_gpu::kOffsetSection));
   p.tokens = static_cast<int>(tokens);
@@ -503,15 +434,15 @@ Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const void *x
   p.epilogue.y =
       static_cast<uint8_t *>(call.y) + static_cast<uint64_t>(first_token * call.y_stride) * ElementSize(call.y_dtype);
   CUtensorMap map;
-  SPMMD_CUDA_TRY(EncodeActivations(static_cast<const uint16_t *>(x) + first_token * x_stride, layer.k, tokens,
-                                   tokens == 1 ? static_cast<int64_t>(Pitch(layer)) : x_stride, padded, is_bf16, &map));
+  SPMMD_CUDA_TRY(EncodeActivations(x.data + first_token * x.stride, layer.k, tokens, x.stride, p.plan.tokens,
+                                   layer.dtype == kBf16, &map));
 
-  const TileKernel kernel = FindKernel(is_bf16, padded, chunk_cols);
-  const auto shared_bytes = static_cast<int>(tile::SharedBytes(p.plan, padded, p.stage_bytes));
+  const TileKernel kernel = FindKernel(layer.dtype == kBf16, p.plan.tokens, chunk_cols);
+  const auto shared_bytes = static_cast<int>(tile::SharedBytes(p.plan, p.stage_bytes));
   SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.plan.ctas));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>((p.plan.groups + 1) * 128));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute attribute;
@@ -522,30 +453,21 @@ Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const void *x
   SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
   if (p.plan.leftovers > 0) {
     config.gridDim =
-        dim3(static_cast<unsigned>(CeilDiv(int64_t{p.plan.leftovers} * p.plan.height * 4 * (padded / 8), 8)));
+        dim3(static_cast<unsigned>(CeilDiv(int64_t{p.plan.leftovers} * p.plan.height * 4 * (p.plan.tokens / 8), 8)));
     config.blockDim = dim3(256);
     config.dynamicSmemBytes = 0;
     config.numAttrs = 1;
-    SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, FindFinish(padded), p));
+    SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, FindFinish(p.plan.tokens), p));
   }
   return {};
 }
 
 Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stream) {
-  const void *x = call.x;
-  int64_t x_stride = call.x_stride;
-  if (NeedsConversion(layer, call)) {
-    uint64_t offset = kCounterBytes;
-    const uint64_t pitch = Pitch(layer);
-    offset += ScratchBytes(layer, call) - static_cast<uint64_t>(call.n) * pitch * 2;
-    void *converted = static_cast<uint8_t *>(call.workspace) + offset;
-    SPMMD_CUDA_TRY(
-        LaunchConvertActivations(call, layer.k, layer.dtype, static_cast<int64_t>(pitch), converted, stream));
-    x = converted;
-    x_stride = static_cast<int64_t>(pitch);
-  }
+  const uint64_t offset = kCounterBytes + ScratchBytes(layer, call) - ConvertedBytes(layer, call);
+  Activations x;
+  SPMMD_CUDA_TRY(PrepareActivations(layer, call, static_cast<uint8_t *>(call.workspace) + offset, stream, &x));
   for (int64_t token = 0; token < call.n; token += kTokensPerLaunch) {
-    SPMMD_CUDA_TRY(LaunchPart(layer, call, x, x_stride, token, std::min(call.n - token, kTokensPerLaunch), stream));
+    SPMMD_CUDA_TRY(LaunchPart(layer, call, x, token, std::min(call.n - token, kTokensPerLaunch), stream));
   }
   return {};
 }

@@ -11,34 +11,70 @@
 
 namespace spmmd::cuda::tile {
 
-inline constexpr int kGroups = 4;  // consumer warpgroups
-inline constexpr int kWarps = kGroups * 4;
+inline constexpr int kMaxGroups = 4;  // consumer warpgroups
+// As many consumer warpgroups as the registers for the sums of `tokens` allow.
+SPMMD_HOST_DEVICE constexpr int GroupsFor(int tokens) { return tokens <= 64 ? 4 : tokens <= 128 ? 3 : 2; }
 inline constexpr int kMaxBoxes = 16;  // of all X rings together
 inline constexpr int kMaxRing = 8;    // of one: deeper ones were slower
-inline constexpr int kMaxPieces = 4;  // leftover tiles of which a CTA may have a share
+inline constexpr int kMaxPieces = 2;  // leftover tiles of which a CTA may have a share: a share is less than one tile
 inline constexpr int kBoxCols = 64;
 
 // How a launch is cut; the same numbers on host and device.
 struct Plan {
+  double us;  // estimated
   int row_blocks;
   int col_blocks;
-  int height;            // warpgroups along M: 1, 2 or 4
-  int units;             // of a tile
-  int last_unit_chunks;  // chunks along K of a tile's last unit; the others have
-                         // depth()
+  int tokens;  // a tile: 8, 16, 32, 64, 128 or 256
+  int token_tiles;
+  int groups;              // consumer warpgroups
+  int height;              // of them along M, a divisor
+  int units;               // of a tile
+  uint32_t units_inverse;  // 2^32 / units, rounded up; 2^32 - 1 for 1
+  int last_unit_chunks;    // chunks along K of a tile's last unit; the others have
+                           // depth
   int ctas;
   int rounds;     // whole tiles a CTA
   int leftovers;  // tiles behind the rounds, shared by all CTAs
   int stages;     // chunks in flight a warp
-  int boxes;      // of one X ring; there are 4 / height rings
-
-  SPMMD_HOST_DEVICE int depth() const { return kGroups / height; }
+  int boxes;      // of one X ring; there are `depth` rings
+  int depth;      // groups / height: warpgroups along K
   SPMMD_HOST_DEVICE int FirstLeftover() const { return rounds * ctas; }
-  // Units of a tile in which the warp of a row block has a chunk, `place` of
-  // depth() along K.
-  SPMMD_HOST_DEVICE int Limit(int tile, int row_block_in_tile, int place) const {
-    if (tile * height * 4 + row_block_in_tile >= row_blocks) return 0;
+  // Tiles are numbered token tile by token tile within the same rows of W, so that these are read from L2 from the
+  // second time on.
+  SPMMD_HOST_DEVICE int RowTile(int tile) const { return token_tiles == 1 ? tile : tile / token_tiles; }
+  SPMMD_HOST_DEVICE int TokenTile(int tile) const { return token_tiles == 1 ? 0 : tile % token_tiles; }
+  // Units of a tile in which the warp of a row block (of all) has a chunk, `place` of depth along K.
+  SPMMD_HOST_DEVICE int Limit(int row_block, int place) const {
+    if (row_block >= row_blocks) return 0;
     return place < last_unit_chunks ? units : units - 1;
+  }
+  // A CTA's units in the order in which it works through them: its share of the leftovers, then whole tiles.
+  struct Units {
+    int first;   // leftover unit
+    int shared;  // leftover units
+    int count;   // in all
+  };
+  SPMMD_HOST_DEVICE Units UnitsOf(int cta) const {
+    if (leftovers == 0) return Units{0, 0, rounds * units};
+    const int shared = share + (cta < share_extra ? 1 : 0);
+    return Units{ShareBegin(cta), shared, shared + rounds * units};
+  }
+  // The tile and unit of a CTA's i-th unit.
+  SPMMD_HOST_DEVICE IntPair Locate(int cta, const Units &of, int i) const {
+    const bool is_shared = i < of.shared;
+    const int number = is_shared ? of.first + i : i - of.shared;
+    const int quotient = DivideByUnits(number);
+    return IntPair{is_shared ? FirstLeftover() + quotient : quotient * ctas + cta, number - quotient * units};
+  }
+  // A division takes several times as long, and this is on the way to a launch's first load.
+  SPMMD_HOST_DEVICE int DivideByUnits(int number) const {
+#ifdef __CUDA_ARCH__
+    const int quotient = static_cast<int>(__umulhi(static_cast<uint32_t>(number), units_inverse));
+#else
+    const int quotient = static_cast<int>(uint64_t{static_cast<uint32_t>(number)} * units_inverse >> 32);
+#endif
+    const int remainder = number - quotient * units;  // at most one quotient off, either way
+    return quotient + (remainder >= units ? 1 : 0) - (remainder < 0 ? 1 : 0);
   }
   // Leftover units are numbered tile by tile and dealt out evenly: the first
   // share_extra CTAs get share + 1 of them, the others share.
@@ -68,7 +104,7 @@ class Segments {
     if (plan.leftovers == 0) return;
     const int begin = plan.ShareBegin(cta);
     left_ = plan.ShareBegin(cta + 1) - begin;
-    leftover_ = begin / plan.units;
+    leftover_ = plan.DivideByUnits(begin);
     unit_ = begin - leftover_ * plan.units;
   }
 
@@ -95,63 +131,98 @@ class Segments {
 };
 
 // Dynamic shared memory of a launch.
-inline int64_t SharedBytes(const Plan &plan, int tokens, int64_t stage_bytes) {
-  const int64_t box = int64_t{tokens} * kBoxCols * 2;
-  const int64_t slot = tokens / 8 * 512;
-  return plan.depth() * plan.boxes * box + kWarps * plan.stages * stage_bytes +
-         (plan.depth() - 1) * plan.height * 4 * slot + kWarps * 512;
+inline int64_t SharedBytes(const Plan &plan, int64_t stage_bytes) {
+  const int64_t box = int64_t{plan.tokens} * kBoxCols * 2;
+  const int64_t slot = plan.tokens / 8 * 512;
+  return plan.depth * plan.boxes * box + plan.groups * 4 * plan.stages * stage_bytes +
+         (plan.depth - 1) * plan.height * 4 * slot + plan.groups * 4 * 512;
 }
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The cut with the lowest estimated time; ctas == 0 when the largest chunk
-// leaves no room for any.
+// The cut of one tile size with the lowest estimated time, or number `only` (from 1) of the cuts tried; ctas == 0 when
+// the largest chunk leaves no room for any.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int tokens,
-                     int64_t stage_bytes) {
+                     int64_t token_tiles, int64_t stage_bytes, int only) {
   constexpr double kBytesPerUsPerSm = 34e3;
   constexpr double kPartialBytesPerUs = 4e6;
   constexpr double kSecondKernelUs = 1.3;
   constexpr double kTileUs = 0.5;
   constexpr double kShallowRing = 1.1;  // fewer than four boxes
+  constexpr double kOneStage = 1.8;     // a warp waits for each chunk: only where a dense one is too large for two
+  // Against reading alone: from 64 tokens on shared memory, then the tensor cores are the limit.
+  const double slower = tokens <= 32 ? 1.0 : tokens <= 64 ? 1.2 : tokens <= 128 ? 1.6 : 2.4;
+  const int groups = GroupsFor(tokens);
   Plan best = {};
-  double best_us = 0;
-  for (const int height : {4, 2, 1}) {
+  int number = 0;
+  for (int height = groups; height > 0; --height) {
+    if (groups % height != 0) continue;
     Plan plan = {};
+    plan.tokens = tokens;
+    plan.token_tiles = static_cast<int>(token_tiles);
+    plan.groups = groups;
     plan.row_blocks = static_cast<int>(row_blocks);
     plan.col_blocks = static_cast<int>(col_blocks);
     plan.height = height;
-    plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth()));
-    plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth();
-    plan.stages = 2;
-    for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth()); plan.boxes >= 2; plan.boxes /= 2) {
-      if (SharedBytes(plan, tokens, stage_bytes) <= max_shared_bytes) break;
+    plan.depth = groups / height;
+    plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth));
+    plan.units_inverse = static_cast<uint32_t>(std::min<uint64_t>(
+        ((uint64_t{1} << 32) + static_cast<uint64_t>(plan.units) - 1) / static_cast<uint64_t>(plan.units),
+        0xffffffffu));
+    plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth;
+    plan.boxes = 0;
+    for (plan.stages = 2; plan.stages > 0 && plan.boxes < 2; --plan.stages) {
+      for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth); plan.boxes >= 2; plan.boxes /= 2) {
+        if (SharedBytes(plan, stage_bytes) <= max_shared_bytes) break;
+      }
+      if (plan.boxes >= 2) break;
     }
-    if (plan.boxes < 2) continue;
-    const int64_t tiles = CeilDiv(row_blocks, height * 4);
+    if (plan.boxes < 2) {
+      number += 2;
+      continue;
+    }
+    const int64_t tiles = CeilDiv(row_blocks, height * 4) * token_tiles;
     const int64_t most = multiprocessors;
     // All SMs and shared leftovers, or as few CTAs as make the rounds even.
     for (const int64_t ctas : {std::min(most, tiles * plan.units), CeilDiv(tiles, CeilDiv(tiles, most))}) {
+      if (only != 0 && ++number != only) continue;
       plan.ctas = static_cast<int>(ctas);
       plan.rounds = static_cast<int>(tiles / ctas);
       plan.leftovers = static_cast<int>(tiles - plan.rounds * ctas);
       const double units = static_cast<double>(plan.rounds) * plan.units +
                            static_cast<double>(CeilDiv(int64_t{plan.leftovers} * plan.units, ctas));
-      double us = units * kWarps * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
+      double us = units * slower * groups * 4 * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
       if (plan.boxes < 4) us *= kShallowRing;
-      us += kTileUs * (plan.rounds + 1) * (height < kGroups ? 2 : 1);
+      if (plan.stages < 2) us *= kOneStage;
+      us += kTileUs * (plan.rounds + 1) * (height < groups ? 2 : 1);
       if (plan.leftovers > 0) {
         us += kSecondKernelUs +
               static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
       }
-      if (best.ctas == 0 || us < best_us) {
+      if (best.ctas == 0 || us < best.us) {
         plan.share = static_cast<int>(int64_t{plan.leftovers} * plan.units / ctas);
         plan.share_extra = static_cast<int>(int64_t{plan.leftovers} * plan.units % ctas);
+        plan.us = us;
         best = plan;
-        best_us = us;
       }
     }
   }
   return best;
+}
+
+// The cut for a launch of n tokens, or one of those tried for the tile size that it would take.
+inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int64_t n,
+                     int64_t stage_bytes, int only = 0) {
+  const auto plan = [&](int tokens) {
+    return MakePlan(multiprocessors, max_shared_bytes, row_blocks, col_blocks, tokens, CeilDiv(n, tokens), stage_bytes,
+                    only);
+  };
+  for (const int tokens : {8, 16, 32, 64}) {
+    if (n <= tokens) return plan(tokens);
+  }
+  const Plan narrow = plan(128);
+  const Plan wide = plan(256);
+  return wide.ctas == 0 || (narrow.ctas > 0 && narrow.us <= wide.us) ? narrow : wide;
 }
 
 }  // namespace spmmd::cuda::tile

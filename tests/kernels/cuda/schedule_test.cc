@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/cuda/slab_schedule.h"
+#include "kernels/cuda/pair_schedule.h"
 #include "kernels/cuda/three_layer_schedule.h"
 #include "kernels/cuda/tile_schedule.h"
 #include "kernels/format/bitmap_gpu_layout.h"
@@ -61,26 +61,35 @@ void CheckTile(const Problem &problem, int tokens) {
   const tile::Plan plan = tile::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks, problem.col_blocks,
                                          tokens, problem.stage_bytes);
   if (plan.ctas == 0) return;  // the kernel refuses such a layer
-  ASSERT_LE(tile::SharedBytes(plan, tokens, problem.stage_bytes), kSharedBytes);
-  ASSERT_LE(plan.boxes * plan.depth(), tile::kMaxBoxes);
+  ASSERT_LE(tile::SharedBytes(plan, problem.stage_bytes), kSharedBytes);
+  ASSERT_LE(plan.boxes * plan.depth, tile::kMaxBoxes);
+  ASSERT_GE(plan.token_tiles * plan.tokens, tokens);
+  ASSERT_LT((plan.token_tiles - 1) * plan.tokens, tokens);
   ASSERT_LE(plan.ctas, problem.multiprocessors);
-  std::vector<int> visits(static_cast<size_t>(problem.row_blocks) * static_cast<size_t>(problem.col_blocks));
+  std::vector<int> visits(static_cast<size_t>(plan.token_tiles) * static_cast<size_t>(problem.row_blocks) *
+                          static_cast<size_t>(problem.col_blocks));
   std::map<int, std::vector<std::pair<int, int>>> pieces;  // leftover tile -> (CTA, piece) in order
   std::set<int> whole;
   for (int cta = 0; cta < plan.ctas; ++cta) {
     tile::Segments segments(plan, cta);
+    int number = 0;  // of the unit, in the CTA's order
     for (tile::Segment segment; segments.Next(segment);) {
+      for (int unit = segment.begin; unit < segment.end; ++unit, ++number) {
+        const IntPair at = plan.Locate(cta, plan.UnitsOf(cta), number);
+        ASSERT_TRUE(at.x == segment.tile && at.y == unit);
+      }
       ASSERT_LT(segment.begin, segment.end);
       ASSERT_LE(segment.end, plan.units);
       for (int row = 0; row < plan.height * 4; ++row) {
-        for (int place = 0; place < plan.depth(); ++place) {
+        for (int place = 0; place < plan.depth; ++place) {
           for (int unit = segment.begin; unit < segment.end; ++unit) {
-            const int block = segment.tile * plan.height * 4 + row;
-            const int col = unit * plan.depth() + place;
+            const int block = plan.RowTile(segment.tile) * plan.height * 4 + row;
+            const int col = unit * plan.depth + place;
             const bool inside = block < problem.row_blocks && col < problem.col_blocks;
-            ASSERT_EQ(unit < plan.Limit(segment.tile, row, place), inside);
+            ASSERT_EQ(unit < plan.Limit(block, place), inside);
             if (inside) {
-              ++visits[static_cast<size_t>(block) * static_cast<size_t>(problem.col_blocks) + static_cast<size_t>(col)];
+              const int at = plan.TokenTile(segment.tile) * problem.row_blocks + block;
+              ++visits[static_cast<size_t>(at) * static_cast<size_t>(problem.col_blocks) + static_cast<size_t>(col)];
             }
           }
         }
@@ -92,6 +101,7 @@ void CheckTile(const Problem &problem, int tokens) {
         ASSERT_TRUE(whole.insert(segment.tile).second);
       }
     }
+    ASSERT_EQ(number, plan.UnitsOf(cta).count);
   }
   EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
   EXPECT_EQ(static_cast<int>(pieces.size()), plan.leftovers);
@@ -101,14 +111,16 @@ void CheckTile(const Problem &problem, int tokens) {
     std::vector<std::pair<int, int>> added;
     const int first = plan.Sharer(leftover * plan.units);
     const int last = plan.Sharer((leftover + 1) * plan.units - 1);
-    for (int cta = first; cta <= last; ++cta) added.emplace_back(cta, leftover - plan.ShareBegin(cta) / plan.units);
+    for (int cta = first; cta <= last; ++cta) {
+      added.emplace_back(cta, cta == first ? leftover - plan.ShareBegin(first) / plan.units : 0);
+    }
     EXPECT_EQ(added, left);
   }
 }
 
 TEST(TileSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
   for (const Problem &problem : Problems()) {
-    for (const int tokens : {16, 32, 64}) {
+    for (const int tokens : {8, 16, 32, 64, 100, 300, 1000}) {
       SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tokens "
                                         << tokens << ", " << problem.multiprocessors << " SMs, chunk "
                                         << problem.stage_bytes);
@@ -118,92 +130,50 @@ TEST(TileSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
   }
 }
 
-void CheckSlab(const Problem &problem, int tiles) {
-  const slab::Plan plan = slab::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks, problem.col_blocks,
-                                         tiles, problem.chunk_cols, problem.stage_bytes);
-  ASSERT_GT(plan.splits, 0);
-  ASSERT_LE(slab::SharedBytes(plan, tiles, problem.chunk_cols, problem.stage_bytes), kSharedBytes);
+// True if the kernel takes the problem.
+bool CheckPair(const Problem &problem, int tokens) {
+  const pair::Plan plan = pair::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks, problem.col_blocks,
+                                         tokens, problem.chunk_cols, problem.stage_bytes, 2);
+  if (plan.pairs == 0) return false;
+  EXPECT_LE(pair::SharedBytes(plan, tokens, problem.chunk_cols, problem.stage_bytes), kSharedBytes);
+  EXPECT_LE(plan.pairs * 2, problem.multiprocessors);
   std::vector<int> visits(static_cast<size_t>(problem.row_blocks) * static_cast<size_t>(problem.col_blocks));
-  std::set<std::tuple<int, int, int>> shares;  // (split, CTA, piece) of leftovers
-  std::map<int, std::set<std::tuple<int, int, int>>> left;
-  for (int split = 0; split < plan.splits; ++split) {
-    ASSERT_GT(plan.SplitCols(split), 0);
-    for (int cta = 0; cta < plan.groups; ++cta) {
-      // (group, segment) -> block, first chunk's position and warps, as they
-      // hand over.
-      std::map<std::pair<int, int>, std::map<int, int>> first_col;  // member -> its first column
-      std::map<std::pair<int, int>, IntPair> contributors;
-      int pieces = 0;
-      for (int warp = 0; warp < plan.warps; ++warp) {
-        std::pair<int, int> previous{-1, -1};
-        slab::Walk walk(plan, split, cta, warp);
-        pieces = walk.Pieces();
-        for (; !walk.done(); walk.Next()) {
-          const std::pair<int, int> at{walk.group(), walk.segment()};
-          ASSERT_LT(walk.block(), problem.row_blocks);
-          ++visits[static_cast<size_t>(walk.chunk())];
-          if (at != previous) {
-            // A warp never comes back to a segment that it has handed over.
-            const bool leftover = walk.group() == slab::kLeftoverGroup;
-            const int member = leftover ? warp : warp >> plan.height_log2;
-            ASSERT_TRUE(first_col[at].emplace(member, walk.col()).second);
-            const IntPair now = walk.Contributors(walk.group(), walk.segment(), walk.block());
-            const auto [known, fresh] = contributors.emplace(at, now);
-            ASSERT_TRUE(fresh || (known->second.x == now.x && known->second.y == now.y));
-            if (leftover) {
-              shares.emplace(split, cta, walk.segment());
-              left[walk.block() - plan.FirstLeftover()].emplace(split, cta, walk.segment());
-              ASSERT_LT(walk.segment(), slab::kMaxPieces);
-              ASSERT_LT(walk.segment(), pieces);
-            } else {
-              ASSERT_LT(walk.segment(), plan.rounds);
-            }
-            previous = at;
-          }
+  for (int cluster = 0; cluster < plan.pairs; ++cluster) {
+    EXPECT_GT(plan.Rows(cluster), 0);
+    for (int rank = 0; rank < 2; ++rank) {
+      const int cols = plan.Cols(rank);
+      const int items = plan.Rows(cluster) * cols;
+      for (int warp = 0; warp < pair::kWarps; ++warp) {
+        const int begin = pair::FirstItem(items, warp);
+        const int end = pair::FirstItem(items, warp + 1);
+        if (begin == end) continue;
+        EXPECT_LE((end - 1) / cols - begin / cols, 1);  // two row blocks at most
+        for (int item = begin; item < end; ++item) {
+          EXPECT_EQ(plan.RowOf(rank, item), item / cols);
+          const int block = cluster * plan.rows + item / cols;
+          ++visits[static_cast<size_t>(block) * static_cast<size_t>(problem.col_blocks) +
+                   static_cast<size_t>(plan.FirstCol(rank) + item % cols)];
         }
       }
-      for (const auto &[at, members] : first_col) {
-        const int count = at.first == slab::kLeftoverGroup ? plan.warps : plan.warps >> plan.height_log2;
-        const IntPair promised = contributors[at];
-        ASSERT_EQ(static_cast<int>(members.size()), promised.y);
-        // They follow each other from the one with the segment's first column.
-        for (int i = 0; i < promised.y; ++i) ASSERT_EQ(members.count((promised.x + i) % count), 1u);
-        const auto lowest = std::min_element(members.begin(), members.end(),
-                                             [](const auto &a, const auto &b) { return a.second < b.second; });
-        ASSERT_EQ(lowest->first, promised.x);
-      }
-      // The end of the kernel asks for every segment by number: none may be
-      // missing.
-      for (int piece = 0; piece < pieces; ++piece) ASSERT_EQ(first_col.count({slab::kLeftoverGroup, piece}), 1u);
-      for (int group = 0; group < plan.height(); ++group) {
-        for (int round = 0; round < plan.rounds; ++round) ASSERT_EQ(first_col.count({group, round}), 1u);
-      }
+      EXPECT_EQ(pair::FirstItem(items, pair::kWarps), items);
     }
   }
   EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
-  EXPECT_EQ(static_cast<int>(left.size()), plan.leftovers);
-  for (const auto &[leftover, parts] : left) {
-    std::set<std::tuple<int, int, int>> added;
-    for (int split = 0; split < plan.splits; ++split) {
-      const IntPair sharers = slab::Sharers(plan, split, leftover);
-      for (int cta = sharers.x; cta <= sharers.y; ++cta) {
-        added.emplace(split, cta, leftover - plan.ShareBegin(split, cta) / plan.SplitCols(split));
-      }
-    }
-    EXPECT_EQ(added, parts);
-  }
+  return true;
 }
 
-TEST(SlabSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
+TEST(PairSchedule, MultipliesEveryChunkOnce) {
+  int taken = 0;
   for (const Problem &problem : Problems()) {
-    for (const int tiles : {1, 2, 4}) {
-      SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tiles "
-                                        << tiles << ", " << problem.multiprocessors << " SMs, chunk "
+    for (const int tokens : {8, 16, 32}) {
+      SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tokens "
+                                        << tokens << ", " << problem.multiprocessors << " SMs, chunk "
                                         << problem.stage_bytes);
-      CheckSlab(problem, tiles);
+      taken += CheckPair(problem, tokens) ? 1 : 0;
       if (::testing::Test::HasFailure()) return;
     }
   }
+  EXPECT_GT(taken, 20);
 }
 
 void CheckThreeLayer(const three_layer_plan::Plan &plan) {
