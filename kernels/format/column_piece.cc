@@ -25,22 +25,62 @@ struct Task {
   int64_t columns;
 };
 
-// Calls visit(stream, column - first_column, d, bits) for the nonzeros of a task, d ascending within a stream's column.
-template <typename Visit>
-void VisitNonzeros(const DenseView& w, const Task& task, Visit visit) {
+// The rows of one stream of a task, padded with zeros to kTaskColumns columns and kStreamRows rows. Whether an element
+// is zero is a matter of chance: nothing below branches on it.
+class StreamRows {
+ public:
+  StreamRows(const DenseView& w, const Task& task, int stream) : w_(w), task_(task), stream_(stream) {}
+
+  // Elements of the row of index d, valid until the next call.
+  const uint16_t* row(int d) {
+    const int64_t row = task_.block * kBlockRows + Row(stream_, d);
+    if (row < w_.rows && task_.columns == kTaskColumns) {
+      return reinterpret_cast<const uint16_t*>(w_.row(row)) + task_.first_column;
+    }
+    clipped_.fill(0);
+    if (row < w_.rows) {
+      std::memcpy(clipped_.data(), w_.row(row) + task_.first_column * 2, static_cast<size_t>(task_.columns) * 2);
+    }
+    return clipped_.data();
+  }
+
+ private:
+  const DenseView& w_;
+  const Task& task_;
+  const int stream_;
+  std::array<uint16_t, kTaskColumns> clipped_;
+};
+
+// Nonzeros of every column in a stream.
+std::array<uint8_t, kTaskColumns> CountStream(StreamRows rows) {
+  std::array<uint8_t, kTaskColumns> counts{};
   for (int d = 0; d < kStreamRows; ++d) {
-    for (int stream = 0; stream < kStreams; ++stream) {
-      const int64_t row = task.block * kBlockRows + Row(stream, d);
-      if (row >= w.rows) continue;
-      const std::byte* from = w.row(row) + task.first_column * 2;
-      for (int64_t c = 0; c < task.columns; ++c) {
-        uint16_t bits;
-        std::memcpy(&bits, from + c * 2, 2);
-        if (IsNonzeroBits(bits)) visit(stream, c, d, bits);
+    const uint16_t* const values = rows.row(d);
+    for (size_t c = 0; c < kTaskColumns; ++c) counts[c] = static_cast<uint8_t>(counts[c] + IsNonzeroBits(values[c]));
+  }
+  return counts;
+}
+
+// The nonzeros of every column in a stream, one after another and then zeros, and the columns' bitmaps.
+struct StreamColumns {
+  std::array<std::array<uint16_t, kStreamRows + 1>, kTaskColumns> values{};
+  std::array<std::array<uint32_t, kTaskColumns>, 2> bits{};
+
+  explicit StreamColumns(StreamRows rows) {
+    std::array<uint8_t, kTaskColumns> counts{};
+    for (int d = 0; d < kStreamRows; ++d) {
+      const uint16_t* const row = rows.row(d);
+      std::array<uint32_t, kTaskColumns>& word = bits[static_cast<size_t>(d / 32)];
+      for (size_t c = 0; c < kTaskColumns; ++c) word[c] |= (IsNonzeroBits(row[c]) ? 1u : 0u) << Bit(d);
+      // Every element is written, zeros of either sign as +0, and the next one over it when it was a zero.
+      for (size_t c = 0; c < kTaskColumns; ++c) {
+        const bool nonzero = IsNonzeroBits(row[c]);
+        values[c][counts[c]] = nonzero ? row[c] : uint16_t{0};
+        counts[c] = static_cast<uint8_t>(counts[c] + nonzero);
       }
     }
   }
-}
+};
 
 absl::Status Corrupt(const char* what) { return absl::DataLossError(absl::StrCat("COLUMN_PIECE: ", what)); }
 
@@ -89,16 +129,18 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   std::atomic<int64_t> nnz{0};
   pool.ParallelFor(blocks * column_tasks, [&](int64_t i, int) {
     const Task task = task_at(i);
-    std::array<std::array<uint8_t, kTaskColumns>, kStreams> count = {};
+    std::array<uint8_t, kTaskColumns> longest{};
     int64_t total = 0;
-    VisitNonzeros(w, task, [&](int stream, int64_t c, int, uint16_t) {
-      ++count[stream][c];
-      ++total;
-    });
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const std::array<uint8_t, kTaskColumns> counts = CountStream({w, task, stream});
+      for (size_t c = 0; c < kTaskColumns; ++c) {
+        longest[c] = std::max(longest[c], counts[c]);
+        total += counts[c];
+      }
+    }
     for (int64_t c = 0; c < task.columns; ++c) {
-      int longest = 0;
-      for (int stream = 0; stream < kStreams; ++stream) longest = std::max<int>(longest, count[stream][c]);
-      descriptor[task.block * w.cols + task.first_column + c] = (longest + kChunkValues - 1) / kChunkValues;
+      descriptor[task.block * w.cols + task.first_column + c] =
+          (longest[static_cast<size_t>(c)] + kChunkValues - 1) / kChunkValues;
     }
     nnz += total;
   });
@@ -124,24 +166,33 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   std::atomic<int64_t> used_pieces{0};
   pool.ParallelFor(blocks * column_tasks, [&](int64_t i, int) {
     const Task task = task_at(i);
-    std::array<std::array<uint8_t, kTaskColumns>, kStreams> count = {};
     std::array<std::byte*, kTaskColumns> piece;
     std::array<int, kTaskColumns> chunks;
     int64_t used = 0;
     for (int64_t c = 0; c < task.columns; ++c) {
       const uint32_t entry = descriptor[task.block * w.cols + task.first_column + c];
-      chunks[c] = DescriptorChunks(entry);
-      piece[c] = data + (block_unit[task.block] + DescriptorOffset(entry)) * kUnitBytes;
-      used += chunks[c] > 0 ? 1 : 0;
+      chunks[static_cast<size_t>(c)] = DescriptorChunks(entry);
+      piece[static_cast<size_t>(c)] = data + (block_unit[task.block] + DescriptorOffset(entry)) * kUnitBytes;
+      used += chunks[static_cast<size_t>(c)] > 0 ? 1 : 0;
     }
-    VisitNonzeros(w, task, [&](int stream, int64_t c, int d, uint16_t bits) {
-      std::byte* word = piece[c] + stream * 8 + d / 32 * 4;
-      uint32_t mask;
-      std::memcpy(&mask, word, 4);
-      mask |= 1u << Bit(d);
-      std::memcpy(word, &mask, 4);
-      std::memcpy(piece[c] + ValueOffset(stream, count[stream][c]++, chunks[c]), &bits, 2);
-    });
+    for (int stream = 0; stream < kStreams; ++stream) {
+      const StreamColumns columns({w, task, stream});
+      for (size_t c = 0; c < static_cast<size_t>(task.columns); ++c) {
+        if (chunks[c] == 0) continue;
+        for (size_t word = 0; word < 2; ++word) {
+          std::memcpy(piece[c] + stream * kBitmapBytes / kStreams + 4 * word, &columns.bits[word][c], 4);
+        }
+        // Neighbours in a stream lie side by side within two chunks, or within an odd last one.
+        const uint16_t* const from = columns.values[c].data();
+        int i = 0;
+        for (; i + 2 * kChunkValues <= chunks[c] * kChunkValues; i += 2 * kChunkValues) {
+          std::memcpy(piece[c] + ValueOffset(stream, i, chunks[c]), from + i, size_t{4} * kChunkValues);
+        }
+        if (i < chunks[c] * kChunkValues) {
+          std::memcpy(piece[c] + ValueOffset(stream, i, chunks[c]), from + i, size_t{2} * kChunkValues);
+        }
+      }
+    }
     used_pieces += used;
   });
 
