@@ -9,7 +9,7 @@ step() {
   if "$@"; then echo "lint: $name ok"; else echo "lint: $name FAILED"; status=1; fi
 }
 mapfile -t cxx < <(git ls-files -- '*.h' '*.cc' '*.cu' '*.cuh' '*.proto' ':!proto/google' ':!proto/grpc' ':!proto/inference')
-mapfile -t shell < <(git ls-files -- '*.sh' .ci/run)
+mapfile -t shell < <(git ls-files -- '*.sh' .ci/run .ci/fuzz)
 mapfile -t sources < <(git ls-files -- 'kernels/*.cc' 'server/*.cc' 'client/*.cc')
 
 step clang-format clang-format --dry-run -Werror "${cxx[@]}"
