@@ -2,7 +2,8 @@
 """Draws docs/dashboards/*.png: what the Grafana dashboards show of a real server under a small load.
 
 A server, a load and a Prometheus run for --seconds; then every panel's own queries are asked and drawn with matplotlib.
-There is no Grafana in this: the data and the queries are real, the look is not Grafana's.
+With --recorded the pages of /metrics in tests/operate/recorded are filled into Prometheus instead. There is no Grafana
+in this: the data and the queries are real, the look is not Grafana's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -26,7 +28,7 @@ from PIL import Image
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests" / "operate"), str(REPOSITORY / "client" / "examples" / "python")]
 
-from live import BLOCK, Load, PanelQuery, Prometheus, panel_queries  # noqa: E402
+from live import BLOCK, Load, PanelQuery, Prometheus, panel_queries, recorded_pages  # noqa: E402
 from local_server import LocalServer  # noqa: E402
 
 import spmmd  # noqa: E402
@@ -62,6 +64,9 @@ UNITS: dict[str, Callable[[float, object], str]] = {
     "ops": _scaled(1000, "/s"),
     "percentunit": lambda value, _position=None: f"{100 * value:.3g} %",
     "none": _scaled(1000, ""),
+    "celsius": _scaled(1000, " °C"),
+    "watt": _scaled(1000, "W"),
+    "hertz": _scaled(1000, "Hz"),
 }
 
 
@@ -72,8 +77,19 @@ def label_of(legend: str, labels: dict[str, str]) -> str:
     return legend
 
 
-def draw(board: str, panels: dict[str, list[PanelQuery]], prometheus: Prometheus, start: float, end: float) -> Path:
+@dataclass
+class Span:
+    """What a picture shows: the server, and from when to when."""
+
+    server: str
+    prefix: str
+    start: float
+    end: float
+
+
+def draw(board: str, panels: dict[str, list[PanelQuery]], prometheus: Prometheus, span: Span) -> Path:
     """One picture of a board."""
+    start, end = span.start, span.end
     rows = math.ceil(len(panels) / COLUMNS)
     figure, grid = plt.subplots(rows, COLUMNS, figsize=(5 * COLUMNS, 2.7 * rows), squeeze=False)
     for axes in grid.flat[len(panels) :]:
@@ -93,12 +109,12 @@ def draw(board: str, panels: dict[str, list[PanelQuery]], prometheus: Prometheus
                     lines += 1
         if lines == 0:
             raise SystemExit(f"{board} / {title}: no data")
-        axes.set_ylim(bottom=0, top=max(axes.dataLim.y1, 1e-9) * 1.15)
+        axes.set_ylim(bottom=0, top=axes.dataLim.y1 * 1.15 if axes.dataLim.y1 > 0 else 1)
         if lines > 1 or queries[0].legend:
             axes.legend(fontsize=6, loc="upper left", framealpha=0.6, ncols=1 + (lines > 6))
-    figure.suptitle(f"{board}: {end - start:.0f} s of a server on the CPU backend, from Prometheus", fontsize=11)
+    figure.suptitle(f"{board}: {end - start:.0f} s of a server on {span.server}, from Prometheus", fontsize=11)
     figure.tight_layout()
-    path = OUTPUT / f"{board.split(' / ')[1].lower().replace(' ', '-')}.png"
+    path = OUTPUT / f"{span.prefix}{board.split(' / ')[1].lower().replace(' ', '-')}.png"
     figure.savefig(path, dpi=72)
     plt.close(figure)
     with Image.open(path) as image:
@@ -107,22 +123,32 @@ def draw(board: str, panels: dict[str, list[PanelQuery]], prometheus: Prometheus
     return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90)
-    parser.add_argument("--binary", type=Path, default=REPOSITORY / "build" / "bin" / "spmmd")
-    arguments = parser.parse_args()
-    OUTPUT.mkdir(exist_ok=True)
+def by_board() -> dict[str, dict[str, list[PanelQuery]]]:
+    """The queries of every panel of every board."""
     boards: dict[str, dict[str, list[PanelQuery]]] = {}
     for query in panel_queries():
-        if query.board == "spmmd / GPU":
-            continue  # nothing to show on the CPU backend
         boards.setdefault(query.board, {}).setdefault(query.title, []).append(query)
+    return boards
+
+
+def draw_recorded() -> None:
+    """Pictures of the recording from an H200, of what a GPU shows differently."""
+    pages = recorded_pages()
+    prometheus = Prometheus([])
+    end = prometheus.backfill(pages)
+    span = Span("an H200", "h200-", end - len(pages) + 1, end)
+    with prometheus:
+        for board in ("spmmd / Kernels and HBM", "spmmd / GPU"):
+            print(draw(board, by_board()[board], prometheus, span))
+
+
+def draw_live(binary: Path, seconds: float) -> None:
+    """Pictures of a server that runs here, on the CPU."""
     folder = Path(tempfile.mkdtemp())
     try:
         shutil.copy(BLOCK, folder / "block.safetensors")
         flags = [f"--model-repository={folder}", "--max-queue-bytes=1MiB"]
-        with LocalServer(arguments.binary, flags) as server, Prometheus([server.metrics]) as prometheus:
+        with LocalServer(binary, flags) as server, Prometheus([server.metrics]) as prometheus:
 
             def connect() -> spmmd.Client:
                 return spmmd.Client(server.address)
@@ -132,12 +158,26 @@ def main() -> None:
             # Little, then much, then little again.
             for callers, share in ((1, 0.3), (6, 0.4), (2, 0.3)):
                 with Load(connect, callers=callers, pause=0.01) as load:
-                    time.sleep(arguments.seconds * share)
+                    time.sleep(seconds * share)
                 assert not load.failures, load.failures
-            for board, panels in boards.items():
-                print(draw(board, panels, prometheus, start, time.time()))
+            for board, panels in by_board().items():
+                if board != "spmmd / GPU":  # nothing to show on the CPU
+                    print(draw(board, panels, prometheus, Span("the CPU backend", "", start, time.time())))
     finally:
         shutil.rmtree(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--binary", type=Path, default=REPOSITORY / "build" / "bin" / "spmmd")
+    parser.add_argument("--recorded", action="store_true", help="draw the recording from an H200 instead")
+    arguments = parser.parse_args()
+    OUTPUT.mkdir(exist_ok=True)
+    if arguments.recorded:
+        draw_recorded()
+    else:
+        draw_live(arguments.binary, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tarfile
 import tempfile
 import threading
 import time
@@ -41,21 +42,25 @@ def http_get(url: str, timeout: float = 10.0) -> str:
         return str(response.read().decode())
 
 
+def samples_of(page: str) -> list[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of every sample on a /metrics page."""
+    matches = (_SAMPLE.match(line) for line in page.splitlines() if not line.startswith("#"))
+    return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in matches if m]
+
+
 def scrape(address: str) -> tuple[dict[str, str], dict[str, str], list[tuple[str, dict[str, str], float]]]:
     """Types by family, help texts by family, and the samples of a /metrics page."""
     types: dict[str, str] = {}
     helps: dict[str, str] = {}
-    samples = []
-    for line in http_get(f"http://{address}/metrics").splitlines():
+    page = http_get(f"http://{address}/metrics")
+    for line in page.splitlines():
         if line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ", 3)
             types[name] = kind
         elif line.startswith("# HELP "):
             _, _, name, text = line.split(" ", 3)
             helps[name] = text
-        elif line and (match := _SAMPLE.match(line)):
-            samples.append((match["name"], dict(_LABEL.findall(match["labels"] or "")), float(match["value"])))
-    return types, helps, samples
+    return types, helps, samples_of(page)
 
 
 def free_port() -> int:
@@ -226,9 +231,29 @@ scrape_configs:
                 raise AssertionError(f"{message}\n{(self._folder / 'log').read_text()[-2000:]}")
             time.sleep(0.2)
 
-    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+    def backfill(self, scrapes: Sequence[str], interval: float = 1.0) -> float:
+        """Before the block is entered: fills in recorded /metrics pages as if the last had been scraped now.
+
+        Returns the time of the last.
+        """
+        end = time.time()
+        lines = []
+        for i, page in enumerate(scrapes):
+            stamp = end - interval * (len(scrapes) - 1 - i)
+            for name, labels, value in samples_of(page):
+                labels = {**labels, "job": "spmmd", "instance": "recorded"}
+                text = ",".join(f'{key}="{label}"' for key, label in labels.items())
+                lines.append(f"{name}{{{text}}} {value} {stamp:.3f}\n")
+        (self._folder / "recorded.txt").write_text("".join(lines) + "# EOF\n")
+        command = ["promtool", "tsdb", "create-blocks-from", "openmetrics"]
+        subprocess.run(
+            [*command, str(self._folder / "recorded.txt"), str(self._folder / "data")], check=True, capture_output=True
+        )
+        return end
+
+    def query(self, expression: str, at: float | None = None) -> list[tuple[dict[str, str], float]]:
         """An instant query's labels and values."""
-        result = self._api("query", query=expression)["result"]
+        result = self._api("query", query=expression, **({} if at is None else {"time": at}))["result"]
         return [(sample["metric"], float(sample["value"][1])) for sample in result]
 
     def query_range(
@@ -274,6 +299,13 @@ class Live:
 
 
 # ---- dashboards
+
+
+def recorded_pages() -> list[str]:
+    """Pages of /metrics of a server on an H200, one a second: see recorded/README.md."""
+    with tarfile.open(Path(__file__).parent / "recorded" / "h200.tar.xz") as tar:
+        members = sorted((member for member in tar if member.isfile()), key=lambda member: member.name)
+        return [tar.extractfile(member).read().decode() for member in members]  # type: ignore[union-attr]
 
 
 class PanelQuery:

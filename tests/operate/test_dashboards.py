@@ -7,10 +7,11 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import DASHBOARDS, REPOSITORY, RULES, Live, finite, panel_queries
+from live import DASHBOARDS, REPOSITORY, RULES, Live, Prometheus, finite, panel_queries, recorded_pages
 
 RATE_INTERVAL = "10s"
 
@@ -27,6 +28,23 @@ def test_every_panel_shows_data(live: Live, query) -> None:
         assert live.prometheus.query(expression) == []  # and the query is well-formed
         return
     live.prometheus.wait(lambda: bool(finite(live.prometheus.query(expression))), 15, f"no data for {expression}")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[tuple[Prometheus, float]]:
+    """Prometheus with what a server on an H200 exposed, and when it ended."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: scripts/setup.sh --ops")
+    prometheus = Prometheus([], rules=[])
+    end = prometheus.backfill(recorded_pages())
+    with prometheus:
+        yield prometheus, end
+
+
+@pytest.mark.parametrize("query", list(panel_queries()), ids=lambda q: f"{q.board}/{q.title}/{q.legend}")
+def test_every_panel_shows_data_of_a_gpu(gpu: tuple[Prometheus, float], query) -> None:
+    prometheus, end = gpu
+    assert finite(prometheus.query(query.runnable("30s"), end))
 
 
 def test_rules_load_and_evaluate_without_error(live: Live) -> None:

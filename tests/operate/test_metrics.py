@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import metrics_doc
 import pytest
 import yaml
-from live import RULES, Load, metric_names, panel_queries, scrape
+from live import RULES, Load, metric_names, panel_queries, recorded_pages, samples_of, scrape
 from local_server import LocalServer
 
 # What a run on the CPU cannot show: it is NVML's (tests/server/metrics checks it against a stand-in and on a GPU).
@@ -59,6 +60,17 @@ def test_labels_are_those_of_the_catalogue(scraped) -> None:
     for name, labels, _ in samples:
         expected = {label for label, _ in by_series[name].labels} | ({"le"} if name.endswith("_bucket") else set())
         assert set(labels) == expected, name
+
+
+def test_what_a_gpu_adds_is_in_the_catalogue_with_its_labels() -> None:
+    page = recorded_pages()[-1]
+    types = dict(re.findall(r"(?m)^# TYPE (\S+) (\S+)$", page))
+    assert set(types) >= NEEDS_GPU
+    for name in NEEDS_GPU:
+        assert types[name] == catalogue()[name].type
+    for name, labels, _ in samples_of(page):
+        if name in NEEDS_GPU:
+            assert set(labels) == {label for label, _ in catalogue()[name].labels}, name
 
 
 def test_conventions_of_names() -> None:
