@@ -55,6 +55,10 @@ def _seconds(value: float, _position: object = None) -> str:
     return "0 s" if value == 0 else f"{value * 1e6:.2g} µs"
 
 
+def _percent(value: float, _position: object = None) -> str:
+    return f"{100 * value:.3g} %"
+
+
 UNITS: dict[str, Callable[[float, object], str]] = {
     "s": _seconds,
     "bytes": _scaled(1024, "iB"),
@@ -62,7 +66,7 @@ UNITS: dict[str, Callable[[float, object], str]] = {
     "flops": _scaled(1000, "FLOP/s"),
     "reqps": _scaled(1000, "req/s"),
     "ops": _scaled(1000, "/s"),
-    "percentunit": lambda value, _position=None: f"{100 * value:.3g} %",
+    "percentunit": _percent,
     "none": _scaled(1000, ""),
     "celsius": _scaled(1000, " °C"),
     "watt": _scaled(1000, "W"),

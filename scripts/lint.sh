@@ -21,6 +21,7 @@ step yamllint yamllint --strict helm/spmmd/values.yaml helm/spmmd/Chart.yaml hel
 step hadolint .venv/bin/hadolint docker/Dockerfile
 if [ -x .venv/bin/helm ]; then step helm .venv/bin/helm lint --strict --quiet helm/spmmd; fi
 step mypy .venv/bin/mypy
+step mypy-operate .venv/bin/mypy --config-file tests/operate/mypy.ini
 if [ "${LINT_TIDY:-1}" = 1 ]; then
   step clang-tidy xargs -a <(printf '%s\n' "${sources[@]}") -P "$(nproc)" -n 4 clang-tidy -p build --quiet
 fi

@@ -10,6 +10,7 @@ import argparse
 import json
 import pathlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -381,10 +382,10 @@ GPU = Board(
 BOARDS = [OVERVIEW, KERNELS, LAYERS, SERVING, GPU]
 
 
-def build_panel(spec: Panel):
+def build_panel(spec: Panel) -> Any:  # the SDK's builders share no useful base type
     """The SDK's panel for a spec."""
     if spec.kind == "stat":
-        panel = stat.Panel().color_mode(common.BigValueColorMode.NONE)
+        panel: Any = stat.Panel().color_mode(common.BigValueColorMode.NONE)
     else:
         legend = common.VizLegendOptions(
             display_mode=common.LegendDisplayMode.TABLE,

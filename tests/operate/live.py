@@ -42,13 +42,16 @@ def http_get(url: str, timeout: float = 10.0) -> str:
         return str(response.read().decode())
 
 
+Scrape = tuple[dict[str, str], dict[str, str], list[tuple[str, dict[str, str], float]]]
+
+
 def samples_of(page: str) -> list[tuple[str, dict[str, str], float]]:
     """Name, labels and value of every sample on a /metrics page."""
     matches = (_SAMPLE.match(line) for line in page.splitlines() if not line.startswith("#"))
     return [(m["name"], dict(_LABEL.findall(m["labels"] or "")), float(m["value"])) for m in matches if m]
 
 
-def scrape(address: str) -> tuple[dict[str, str], dict[str, str], list[tuple[str, dict[str, str], float]]]:
+def scrape(address: str) -> Scrape:
     """Types by family, help texts by family, and the samples of a /metrics page."""
     types: dict[str, str] = {}
     helps: dict[str, str] = {}

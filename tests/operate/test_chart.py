@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,13 +169,10 @@ def test_shards_have_replicas_of_their_own() -> None:
 
 
 def test_a_change_of_the_number_keeps_the_smaller_one() -> None:
-    def counts(*options: str) -> list[tuple[int, int]]:
+    def counts(*options: str) -> list[tuple[int, ...]]:
         objects = render(CHART / "ci" / "sharded-values.yaml", *options)
         arguments = [spec["containers"][0]["args"] for spec in pod_specs(workloads(objects))]
-        return sorted(
-            tuple(int(a.split("=")[1]) for a in args if a.startswith("--shard-"))  # type: ignore[misc]
-            for args in arguments
-        )
+        return sorted(tuple(int(a.split("=")[1]) for a in args if a.startswith("--shard-")) for args in arguments)
 
     assert counts() == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 5)]
     assert counts("--set", "sharding.shards=4", "--set", "sharding.transitionFrom=5") == counts()
@@ -293,7 +289,7 @@ def test_paths_in_the_configuration_are_mounted(objects: list[dict[str, Any]]) -
 
 
 @pytest.fixture
-def volumes(tmp_path: Path) -> Iterator[Path]:
+def volumes(tmp_path: Path) -> Path:
     """The files that the chart's volumes hold, below one folder."""
     for path in CONFIG_PATHS:
         (tmp_path / path.lstrip("/")).mkdir(parents=True)

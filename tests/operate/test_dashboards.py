@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import DASHBOARDS, REPOSITORY, RULES, Live, Prometheus, finite, panel_queries, recorded_pages
+from live import DASHBOARDS, REPOSITORY, RULES, Live, PanelQuery, Prometheus, finite, panel_queries, recorded_pages
 
 RATE_INTERVAL = "10s"
 
@@ -22,7 +22,7 @@ NEEDS_GPU = {"spmmd / GPU": "its metrics are NVML's, absent without a GPU"}
 @pytest.mark.parametrize(
     "query", list(panel_queries()), ids=lambda query: f"{query.board}/{query.title}/{query.legend}"
 )
-def test_every_panel_shows_data(live: Live, query) -> None:
+def test_every_panel_shows_data(live: Live, query: PanelQuery) -> None:
     expression = query.runnable(RATE_INTERVAL)
     if query.board in NEEDS_GPU:
         assert live.prometheus.query(expression) == []  # and the query is well-formed
@@ -42,7 +42,7 @@ def gpu() -> Iterator[tuple[Prometheus, float]]:
 
 
 @pytest.mark.parametrize("query", list(panel_queries()), ids=lambda q: f"{q.board}/{q.title}/{q.legend}")
-def test_every_panel_shows_data_of_a_gpu(gpu: tuple[Prometheus, float], query) -> None:
+def test_every_panel_shows_data_of_a_gpu(gpu: tuple[Prometheus, float], query: PanelQuery) -> None:
     prometheus, end = gpu
     assert finite(prometheus.query(query.runnable("30s"), end))
 

@@ -8,7 +8,7 @@ import time
 import metrics_doc
 import pytest
 import yaml
-from live import RULES, Load, metric_names, panel_queries, recorded_pages, samples_of, scrape
+from live import RULES, Load, Scrape, metric_names, panel_queries, recorded_pages, samples_of, scrape
 from local_server import LocalServer
 
 # What a run on the CPU cannot show: it is NVML's (tests/server/metrics checks it against a stand-in and on a GPU).
@@ -29,7 +29,7 @@ def test_the_page_is_what_the_code_declares() -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(loaded: tuple[LocalServer, Load]):
+def scraped(loaded: tuple[LocalServer, Load]) -> Scrape:
     """A scrape that holds every metric of the catalogue, or the last one after some seconds."""
     server, _ = loaded
     deadline = time.monotonic() + 20
@@ -40,7 +40,7 @@ def scraped(loaded: tuple[LocalServer, Load]):
         time.sleep(0.5)
 
 
-def test_every_metric_of_the_catalogue_is_scraped(scraped) -> None:
+def test_every_metric_of_the_catalogue_is_scraped(scraped: Scrape) -> None:
     types, helps, _ = scraped
     for name, metric in catalogue().items():
         if name in NEEDS_GPU:
@@ -49,12 +49,12 @@ def test_every_metric_of_the_catalogue_is_scraped(scraped) -> None:
         assert helps[name] == metric.help, name
 
 
-def test_nothing_is_scraped_that_the_catalogue_lacks(scraped) -> None:
+def test_nothing_is_scraped_that_the_catalogue_lacks(scraped: Scrape) -> None:
     types, _, _ = scraped
     assert set(types) <= set(catalogue())
 
 
-def test_labels_are_those_of_the_catalogue(scraped) -> None:
+def test_labels_are_those_of_the_catalogue(scraped: Scrape) -> None:
     _, _, samples = scraped
     by_series = {series: metric for metric in metrics_doc.declared() for series in metric.series}
     for name, labels, _ in samples:

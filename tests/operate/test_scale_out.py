@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -131,6 +132,19 @@ def test_killed_and_drained_replicas_cost_no_wrong_answer_and_no_error(binary: P
             caller.wait()
             assert not caller.errors
     assert replicas[1].exit_code == 0
+
+
+def test_the_asyncio_client_leaves_out_a_killed_replica(binary: Path, repository: Path) -> None:
+    async def call(target: str, victim: LocalServer) -> None:
+        async with spmmd.AsyncClient(target, balance=True, timeout=20.0) as client:
+            for i in range(60):
+                if i == 20:
+                    os.kill(victim.pid, signal.SIGKILL)
+                assert_right("head", await client.matmul("head", X))
+
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(server(binary, repository)) for _ in range(2)]
+        asyncio.run(call("ipv4:" + ",".join(replica.address for replica in replicas), replicas[0]))
 
 
 def test_a_new_replica_gets_its_share_when_connections_age(binary: Path, repository: Path) -> None:

@@ -74,9 +74,10 @@ class AsyncClient:
         token: str | None = None,
         timeout: float | None = DEFAULT_TIMEOUT,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        balance: bool = False,
     ) -> None:
         settings = tls_of(tls)
-        options = channel_options(settings)
+        options = channel_options(settings, balance)
         if settings is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
