@@ -216,9 +216,20 @@ absl::Status LayerCatalog::CheckLayerCount() const {
                    absl::ZeroDuration(), {{"limit", absl::StrCat(options_.max_layers)}});
 }
 
-Device* LayerCatalog::DeviceFor(pb::Placement /*placement*/) const {
-  return *std::max_element(devices_.begin(), devices_.end(),
-                           [](Device* a, Device* b) { return a->budget().free() < b->budget().free(); });
+absl::StatusOr<std::vector<Device*>> LayerCatalog::DevicesFor(pb::Placement placement) const {
+  std::vector<Device*> devices;
+  for (Device* device : devices_) {
+    if (device->healthy()) devices.push_back(device);
+  }
+  if (devices.empty()) {
+    return MakeError(absl::StatusCode::kUnavailable, reason::kDeviceLost,
+                     absl::StrCat("device ", devices_.front()->id(), " is lost"), {{"device", devices_.front()->id()}});
+  }
+  if (placement == pb::PLACEMENT_SINGLE) {
+    return std::vector<Device*>{*std::max_element(
+        devices.begin(), devices.end(), [](Device* a, Device* b) { return a->budget().free() < b->budget().free(); })};
+  }
+  return devices;
 }
 
 LayerCatalog::Lookup LayerCatalog::JoinOrLead(const std::string& key) {

@@ -111,8 +111,8 @@ class LayerCatalog {
                                              absl::Time created) ABSL_LOCKS_EXCLUDED(mutex_);
   // RESOURCE_EXHAUSTED when no more layers may be registered.
   absl::Status CheckLayerCount() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Where a new layer goes.
-  Device* DeviceFor(pb::Placement placement) const;
+  // Where a new layer goes; UNAVAILABLE when every device is lost.
+  absl::StatusOr<std::vector<Device*>> DevicesFor(pb::Placement placement) const;
   absl::StatusOr<std::shared_ptr<const ServedLayer>> FindLocked(absl::string_view name, int64_t version) const
       ABSL_SHARED_LOCKS_REQUIRED(mutex_);
 
@@ -165,6 +165,8 @@ class Upload {
   absl::Status Start();
   void SetState(pb::LayerState state);
   absl::StatusOr<std::shared_ptr<const LayerContent>> Resolve();
+  // Packs one copy of the weights or, when sharded, each device's rows, and loads it.
+  absl::Status LoadCopies(DenseMatrix weights, const std::vector<float>& bias, Format format, LayerContent* content);
   // Checks, prunes, packs and loads the content that has arrived.
   absl::StatusOr<std::shared_ptr<const LayerContent>> Convert(const std::string& xxh3);
   absl::Status ReadFile();
@@ -176,12 +178,12 @@ class Upload {
   pb::LayerSpec spec_;  // normalised: shape, types and encoding filled in
   pb::RegisterAccepted accepted_;
   const absl::Time created_;
-  Device* device_ = nullptr;
+  std::vector<Device*> devices_;
   std::unique_ptr<FileSource> file_;
   std::unique_ptr<Content> content_;  // null when the content is not needed
   MemoryBudget::Reservation host_memory_;
-  MemoryBudget::Reservation device_memory_;
-  std::string key_;  // once the hash is known
+  std::vector<MemoryBudget::Reservation> device_memory_;  // by devices_
+  std::string key_;                                       // once the hash is known
   std::shared_ptr<const LayerContent> ready_;
   std::shared_ptr<LayerCatalog::Conversion> conversion_;
   bool leads_ = false;

@@ -43,6 +43,8 @@ struct LayerContent {
   double pack_seconds = 0;
   std::vector<Copy> copies;
 
+  // Rows are split over the devices; else every copy is whole.
+  bool sharded() const { return copies.size() > 1 && copies.front().row_end < m; }
   // The copy on a device, or null.
   const ResidentLayer* On(const Device* device) const;
   // Bytes on all devices.

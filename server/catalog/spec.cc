@@ -182,7 +182,7 @@ std::vector<PartSize> PartsOf(const pb::LayerSpec& spec) {
   return parts;
 }
 
-uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device) {
+uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device, int64_t shards) {
   const DType dtype = FromProto(spec.store_dtype()).value_or(DType::kF32);
   const int64_t max_nnz = MaxNnz(spec);
   // AUTO picks the denser format only when it is no larger than what the bound on the nonzeros gives.
@@ -191,8 +191,11 @@ uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device) {
       asked.has_value()
           ? device.Layout(*asked)
           : device.ChooseFormat({dtype, spec.m(), spec.k(), max_nnz, spec.has_activation_threshold()}).format;
-  const uint64_t bias = spec.has_bias() ? static_cast<uint64_t>(spec.m()) * sizeof(float) : 0;
-  return device.EstimateBytes(format, dtype, spec.m(), spec.k(), max_nnz) + bias;
+  // The largest shard is at most a group of 64 rows above the mean.
+  const int64_t rows = shards == 1 ? spec.m() : std::min(spec.m(), (spec.m() / shards / 64 + 1) * 64);
+  const int64_t nnz = shards == 1 ? max_nnz : std::min(rows * spec.k(), max_nnz / shards + 64 * spec.k());
+  const uint64_t bias = spec.has_bias() ? static_cast<uint64_t>(rows) * sizeof(float) : 0;
+  return device.EstimateBytes(format, dtype, rows, spec.k(), nnz) + bias;
 }
 
 uint64_t EstimateHostBytes(const pb::LayerSpec& spec) {

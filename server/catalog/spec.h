@@ -35,8 +35,9 @@ struct PartSize {
 // The parts that a checked spec requires, in hash order.
 std::vector<PartSize> PartsOf(const pb::LayerSpec& spec);
 
-// Upper bounds from a checked, normalised spec.
-uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device);
+// Upper bounds from a checked, normalised spec. Of a layer in `shards` parts, what one of them takes when the nonzeros
+// are spread evenly.
+uint64_t EstimateDeviceBytes(const pb::LayerSpec& spec, const Device& device, int64_t shards = 1);
 // Content, the dense matrix made of it and its conversion.
 uint64_t EstimateHostBytes(const pb::LayerSpec& spec);
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -60,12 +61,16 @@ absl::Status Upload::Start() {
   }
   NormalizeSpec(&spec_);
   SPMMD_RETURN_IF_ERROR(CheckSpec(spec_, /*complete=*/true));
-  device_ = catalog_->DeviceFor(spec_.placement());
-  SPMMD_RETURN_IF_ERROR(CheckFormat(spec_, *device_));
+  SPMMD_ASSIGN_OR_RETURN(devices_, catalog_->DevicesFor(spec_.placement()));
+  SPMMD_RETURN_IF_ERROR(CheckFormat(spec_, *devices_.front()));
+  const auto shards = static_cast<int64_t>(spec_.placement() == pb::PLACEMENT_SHARDED ? devices_.size() : 1);
+  if (spec_.m() < shards) {
+    return FieldError("spec.placement", absl::StrCat(spec_.m(), " rows cannot be split over ", shards, " devices"));
+  }
 
   uint64_t content_bytes = 0;
   for (const PartSize& part : PartsOf(spec_)) content_bytes += part.bytes;
-  const uint64_t device_bytes = EstimateDeviceBytes(spec_, *device_);
+  const uint64_t device_bytes = EstimateDeviceBytes(spec_, *devices_.front(), shards);
   accepted_.set_content_bytes(content_bytes);
   accepted_.set_estimated_device_bytes(device_bytes);
 
@@ -81,12 +86,16 @@ absl::Status Upload::Start() {
     }
   }
   const auto reserve = [&]() -> absl::Status {
-    SPMMD_ASSIGN_OR_RETURN(device_memory_, device_->budget().Reserve(MemoryKind::kWeights, device_bytes));
+    for (Device* device : devices_) {
+      SPMMD_ASSIGN_OR_RETURN(device_memory_.emplace_back(),
+                             device->budget().Reserve(MemoryKind::kWeights, device_bytes));
+    }
     SPMMD_ASSIGN_OR_RETURN(host_memory_,
                            catalog_->host_budget_.Reserve(MemoryKind::kStaging, EstimateHostBytes(spec_)));
     return absl::OkStatus();
   };
   if (absl::Status status = reserve(); !status.ok()) {
+    device_memory_.clear();
     // Whoever joined in the meantime does not fit either.
     EndLead(status);
     return status;
@@ -113,7 +122,7 @@ absl::StatusOr<pb::Layer> Upload::Finish() {
   content_.reset();
   file_.reset();
   host_memory_.Release();
-  device_memory_.Release();
+  device_memory_.clear();
   ready_.reset();
   conversion_.reset();
   SetState(pb::LAYER_STATE_UNSPECIFIED);
@@ -190,29 +199,21 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
 
   FormatChoice choice;
   if (spec_.format() == pb::FORMAT_UNSPECIFIED) {
-    choice = device_->ChooseFormat({weights.dtype(), weights.rows(), weights.cols(), ScanDense(weights.view()).nnz,
-                                    spec_.has_activation_threshold()});
+    choice = devices_.front()->ChooseFormat({weights.dtype(), weights.rows(), weights.cols(),
+                                             ScanDense(weights.view()).nnz, spec_.has_activation_threshold()});
   } else {
-    choice = {device_->Layout(*FromProto(spec_.format())), "Chosen by the caller."};
+    choice = {devices_.front()->Layout(*FromProto(spec_.format())), "Chosen by the caller."};
   }
-  PackOptions pack_options;
-  pack_options.allow_nonfinite = spec_.allow_nonfinite();
-  absl::StatusOr<PackedLayer> packed = Pack(choice.format, weights.view(), pack_options);
-  if (!packed.ok()) return AtField("content", packed.status());
-  weights = DenseMatrix();
-  SPMMD_RETURN_IF_ERROR(CheckCancelled());
-  const absl::Duration took = absl::Now() - start;
-
   auto content = std::make_shared<LayerContent>();
   content->key = key_;
-  content->m = packed->m;
-  content->k = packed->k;
-  content->nnz = packed->nnz;
-  content->dtype = packed->dtype;
-  content->format = packed->format;
+  content->m = weights.rows();
+  content->k = weights.cols();
+  content->dtype = weights.dtype();
+  content->format = choice.format;
   content->format_reason = std::move(choice.reason);
   content->has_bias = !bias.empty();
-  for (const Section& section : packed->sections) content->sections.push_back(DescribeSection(*packed, section));
+  content->xxh3 = xxh3;
+  SPMMD_RETURN_IF_ERROR(LoadCopies(std::move(weights), bias, choice.format, content.get()));
   if (!bias.empty()) {
     pb::LayerSection section;
     section.set_name("bias");
@@ -220,15 +221,53 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
     content->sections.push_back(std::move(section));
   }
   for (const pb::LayerSection& section : content->sections) content->bytes += section.bytes();
-  content->xxh3 = xxh3;
+  const absl::Duration took = absl::Now() - start;
   content->pack_seconds = absl::ToDoubleSeconds(took);
-  const int64_t rows = packed->m;
-  SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<ResidentLayer> resident,
-                         device_->Load(*std::move(packed), std::move(bias), std::move(device_memory_)));
-  content->copies.push_back({device_, 0, rows, std::move(resident)});
   catalog_->metrics_->LayerPacked(std::string(Name(content->format)), took);
   catalog_->metrics_->LayerLoaded(spec_.has_file() ? "file" : "upload");
   return std::shared_ptr<const LayerContent>(std::move(content));
+}
+
+absl::Status Upload::LoadCopies(DenseMatrix weights, const std::vector<float>& bias, Format format,
+                                LayerContent* content) {
+  PackOptions options;
+  options.allow_nonfinite = spec_.allow_nonfinite();
+  const bool sharded = spec_.placement() == pb::PLACEMENT_SHARDED;
+  const auto count = static_cast<int64_t>(sharded ? devices_.size() : 1);
+  for (int64_t shard = 0; shard < count; ++shard) {
+    const auto [begin, end] = ShareOf(content->m, shard, count);
+    DenseView rows = weights.view();
+    rows.data = weights.view().row(begin);
+    rows.rows = end - begin;
+    absl::StatusOr<PackedLayer> packed = Pack(format, rows, options);
+    if (!packed.ok()) return AtField("content", packed.status());
+    if (shard + 1 == count) weights = DenseMatrix();
+    SPMMD_RETURN_IF_ERROR(CheckCancelled());
+    content->nnz += packed->nnz;
+    for (const Section& packed_section : packed->sections) {
+      const pb::LayerSection section = DescribeSection(*packed, packed_section);
+      const auto sum = std::find_if(content->sections.begin(), content->sections.end(),
+                                    [&](const pb::LayerSection& s) { return s.name() == section.name(); });
+      if (sum == content->sections.end()) {
+        content->sections.push_back(section);
+      } else {
+        sum->set_bytes(sum->bytes() + section.bytes());
+        sum->set_padding_bytes(sum->padding_bytes() + section.padding_bytes());
+      }
+    }
+    std::vector<float> bias_rows;
+    if (!bias.empty()) bias_rows.assign(bias.begin() + begin, bias.begin() + end);
+    // A replicated layer goes to every device, a shard to its own.
+    const size_t first = sharded ? static_cast<size_t>(shard) : 0;
+    const size_t last = sharded ? first : devices_.size() - 1;
+    for (size_t d = first; d <= last; ++d) {
+      SPMMD_ASSIGN_OR_RETURN(
+          std::unique_ptr<ResidentLayer> resident,
+          devices_[d]->Load(d == last ? *std::move(packed) : *packed, bias_rows, std::move(device_memory_[d])));
+      content->copies.push_back({devices_[d], begin, end, std::move(resident)});
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace spmmd::server

@@ -5,8 +5,7 @@ namespace spmmd::server {
 bool CanJoin(const Job& a, const Job& b) {
   if (!a.joinable || !b.joinable) return false;
   if (a.layers != b.layers || a.step_cols != b.step_cols || a.inputs.size() != b.inputs.size()) return false;
-  if (a.plan != b.plan &&
-      (a.plan->device != b.plan->device || a.plan->steps != b.plan->steps || a.plan->outputs != b.plan->outputs)) {
+  if (a.plan != b.plan && (a.plan->steps != b.plan->steps || a.plan->outputs != b.plan->outputs)) {
     return false;
   }
   for (size_t i = 0; i < a.inputs.size(); ++i) {

@@ -79,8 +79,8 @@ uint64_t DenseBytes(DType dtype, int64_t m, int64_t k) { return static_cast<uint
 
 }  // namespace
 
-CpuDevice::CpuDevice(const DeviceOptions& options, Metrics* metrics, ThreadPool* pool)
-    : Device("cpu:0", "cpu", options, PhysicalMemory(), metrics),
+CpuDevice::CpuDevice(const DeviceOptions& options, Metrics* metrics, ThreadPool* pool, int index)
+    : Device(absl::StrCat("cpu:", index), "cpu", options, PhysicalMemory(), metrics),
       pool_(pool != nullptr ? *pool : DefaultThreadPool()),
       runner_(std::make_unique<CpuRunner>(id(), &budget(), &pool_, metrics)) {
   name_ = ProcessorName();

@@ -15,8 +15,9 @@ class CpuRunner;
 
 class CpuDevice : public Device {
  public:
-  // `metrics` must outlive the device. Kernels run on `pool`, the process-wide one by default.
-  CpuDevice(const DeviceOptions& options, Metrics* metrics, ThreadPool* pool = nullptr);
+  // `metrics` must outlive the device. Kernels run on `pool`, the process-wide one by default. A server has one; tests
+  // make several, "cpu:0", "cpu:1" and so on.
+  CpuDevice(const DeviceOptions& options, Metrics* metrics, ThreadPool* pool = nullptr, int index = 0);
   ~CpuDevice() override;
 
   bool CanExecute(Format format) const override;

@@ -52,7 +52,7 @@ void Executor::Submit(std::shared_ptr<Job> job) {
     if (refusal.ok()) {
       ++unfinished_;
       const bool may_wait = options_.max_delay > absl::ZeroDuration() && job->joinable;
-      if (options_.run_inline && !busy_ && waiting_ == 0 && !may_wait) {
+      if (options_.run_inline && !busy_ && waiting_ == 0 && !may_wait && !job->hand_off) {
         busy_ = true;
         run_now = true;
       } else {

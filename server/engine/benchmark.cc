@@ -36,7 +36,7 @@ class Probe {
     plan->width_class = {0, 1};
     plan->class_cols = {layer->k(), layer->m()};
     plan->outputs = {PlanOutput()};
-    plan->device = device;
+    plan->devices = {device};
     plan_ = std::move(plan);
     tokens_ = tokens;
     std::mt19937 random(1);
@@ -50,6 +50,7 @@ class Probe {
   absl::Status Run(const std::shared_ptr<const ServedLayer>& lease, absl::Time deadline) {
     job_ = std::make_shared<Job>();
     job_->plan = plan_;
+    job_->device = device_;
     job_->leases = {lease};
     job_->layers = {layer_};
     job_->rows = tokens_;
@@ -124,6 +125,7 @@ absl::Status Engine::Benchmark(const pb::BenchmarkRequest& request, pb::Benchmar
   if (widths.empty()) widths.assign(std::begin(kDefaultWidths), std::end(kDefaultWidths));
 
   SPMMD_ASSIGN_OR_RETURN(const auto lease, catalog_->Find(request.layer().name(), request.layer().version()));
+  // Copies are alike; of a sharded layer it is the first shard that is timed.
   const LayerContent::Copy& copy = lease->content().copies.front();
   std::unique_ptr<ResidentLayer> dense;
   if (!request.skip_dense() && lease->content().format != Format::kDense) {
@@ -168,10 +170,11 @@ absl::Status Engine::Benchmark(const pb::BenchmarkRequest& request, pb::Benchmar
 
 absl::Status Engine::Warm(const pb::WarmLayerRequest& request, pb::WarmLayerResponse* response, absl::Time deadline) {
   SPMMD_ASSIGN_OR_RETURN(const auto lease, catalog_->Find(request.layer().name(), request.layer().version()));
-  const LayerContent::Copy& copy = lease->content().copies.front();
-  for (const int64_t tokens : kDefaultWidths) {
-    if (tokens > options_.max_tokens) break;
-    SPMMD_RETURN_IF_ERROR(Probe(copy.device, copy.resident.get(), tokens).Run(lease, deadline));
+  for (const LayerContent::Copy& copy : lease->content().copies) {
+    for (const int64_t tokens : kDefaultWidths) {
+      if (tokens > options_.max_tokens) break;
+      SPMMD_RETURN_IF_ERROR(Probe(copy.device, copy.resident.get(), tokens).Run(lease, deadline));
+    }
   }
   lease->Describe(/*full=*/true, response->mutable_layer());
   return absl::OkStatus();

@@ -33,15 +33,48 @@ void SetDuration(absl::Duration duration, google::protobuf::Duration* out) {
 bool TakeLeases(Job* job) {
   const Plan& plan = *job->plan;
   job->leases.clear();
-  job->layers.clear();
   for (const std::weak_ptr<const ServedLayer>& weak : plan.layers) {
     std::shared_ptr<const ServedLayer> layer = weak.lock();
     if (layer == nullptr) return false;
-    job->layers.push_back(layer->content().On(plan.device));
     job->leases.push_back(std::move(layer));
   }
   return true;
 }
+
+// The layers of the job's plan on its device.
+void FindLayers(Job* job) {
+  job->layers.clear();
+  for (const auto& layer : job->leases) job->layers.push_back(layer->content().On(job->device));
+}
+
+absl::Status DeviceLost(const Device& device) {
+  return MakeError(absl::StatusCode::kUnavailable, reason::kDeviceLost,
+                   absl::StrCat("device ", device.id(), " is lost"), {{"device", device.id()}});
+}
+
+// What the shards of one run have in common. The parent job ends when the last of them has.
+struct ShardedRun {
+  explicit ShardedRun(std::shared_ptr<Job> whole) : job(std::move(whole)), remaining(job->shards.size()) {}
+
+  void Ended(const Job& shard, const absl::Status& status) {
+    {
+      absl::MutexLock lock(&mutex);
+      result.Update(status);
+      job->queue_time = std::max(job->queue_time, shard.queue_time);
+      job->kernel_time = std::max(job->kernel_time, shard.kernel_time);
+      if (--remaining > 0) return;
+    }
+    // The last one: nobody else looks any more.
+    job->leases.clear();
+    job->done(std::move(result));
+    job->done = nullptr;
+  }
+
+  const std::shared_ptr<Job> job;
+  absl::Mutex mutex;
+  size_t remaining;
+  absl::Status result;
+};
 
 absl::Status ProgramNotFound(const std::string& id) {
   return MakeError(absl::StatusCode::kNotFound, reason::kProgramNotFound,
@@ -73,28 +106,99 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
     }
     done(std::move(status));
   };
-  job->plan->device->executor().Submit(job);
+  if (!job->plan->sharded) {
+    job->device->executor().Submit(job);
+    return job;
+  }
+  const auto run = std::make_shared<ShardedRun>(job);
+  for (const std::shared_ptr<Job>& shard : job->shards) {
+    shard->done = [run, shard = shard.get()](const absl::Status& result) { run->Ended(*shard, result); };
+  }
+  // The last of them may run here, beside the others.
+  for (size_t i = 0; i < job->shards.size(); ++i) {
+    job->shards[i]->hand_off = i + 1 < job->shards.size();
+    job->shards[i]->device->executor().Submit(job->shards[i]);
+  }
   return job;
 }
 
 void Engine::Cancel(const Call& call) {
   if (call == nullptr) return;
-  const bool expired = call->deadline <= absl::Now();
-  call->plan->device->executor().Cancel(
-      call, expired ? MakeError(absl::StatusCode::kDeadlineExceeded, reason::kDeadline,
-                                "deadline passed before the request ran")
-                    : MakeError(absl::StatusCode::kCancelled, reason::kCancelled, "cancelled by the caller"));
+  const absl::Status status =
+      call->deadline <= absl::Now()
+          ? MakeError(absl::StatusCode::kDeadlineExceeded, reason::kDeadline, "deadline passed before the request ran")
+          : MakeError(absl::StatusCode::kCancelled, reason::kCancelled, "cancelled by the caller");
+  if (call->shards.empty()) call->device->executor().Cancel(call, status);
+  for (const std::shared_ptr<Job>& shard : call->shards) shard->device->executor().Cancel(shard, status);
 }
 
 absl::Status Engine::Prepare(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, Job* job) {
   SPMMD_RETURN_IF_ERROR(BindPlan(request, job));
-  if (!job->plan->device->healthy()) {
-    return MakeError(absl::StatusCode::kUnavailable, reason::kDeviceLost,
-                     absl::StrCat("device ", job->plan->device->id(), " is lost"));
-  }
+  if (!job->plan->sharded) SPMMD_RETURN_IF_ERROR(ChooseDevice(job));
   SPMMD_RETURN_IF_ERROR(BindInputs(request, *job->plan, options_.max_tokens, job));
   SPMMD_RETURN_IF_ERROR(Schedule(request, job));
-  return AllocateOutputs(*job->plan, response, job);
+  SPMMD_RETURN_IF_ERROR(AllocateOutputs(*job->plan, response, job));
+  return job->plan->sharded ? SplitJob(job) : absl::OkStatus();
+}
+
+absl::Status Engine::ChooseDevice(Job* job) {
+  int64_t fewest = 0;
+  for (Device* device : job->plan->devices) {
+    if (!device->healthy()) continue;
+    const int64_t jobs = job->plan->devices.size() == 1 ? 0 : device->executor().unfinished();
+    if (job->device != nullptr && jobs >= fewest) continue;
+    job->device = device;
+    fewest = jobs;
+  }
+  if (job->device == nullptr) return DeviceLost(*job->plan->devices.front());
+  FindLayers(job);
+  return absl::OkStatus();
+}
+
+absl::Status Engine::SplitJob(Job* job) {
+  const Plan& plan = *job->plan;
+  const auto count = static_cast<int64_t>(plan.devices.size());
+  for (const Device* device : plan.devices) {
+    if (!device->healthy()) return DeviceLost(*device);
+  }
+  for (int64_t index = 0; index < count; ++index) {
+    auto shard = std::make_shared<Job>();
+    shard->plan = job->plan;
+    shard->device = plan.devices[static_cast<size_t>(index)];
+    shard->leases = job->leases;
+    FindLayers(shard.get());
+    shard->rows = job->rows;
+    for (const int64_t cols : job->step_cols) {
+      const auto [begin, end] = ShareOf(cols, index, count);
+      if (begin == end) {
+        return MakeError(absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
+                         absl::StrCat("program.steps: ", cols, " columns cannot be spread over ", count, " devices"));
+      }
+      shard->step_cols.push_back(end - begin);
+    }
+    for (size_t i = 0; i < job->inputs.size(); ++i) {
+      InputValue input = job->inputs[i];
+      if (plan.input_sliced[i]) {
+        const auto [begin, end] = ShareOf(input.dense.cols, index, count);
+        input.dense.data += static_cast<size_t>(begin) * SizeOf(input.dense.dtype);
+        input.dense.cols = end - begin;
+      }
+      shard->inputs.push_back(std::move(input));
+    }
+    for (MutableDenseView output : job->outputs) {
+      const auto [begin, end] = ShareOf(output.cols, index, count);
+      output.data += static_cast<size_t>(begin) * SizeOf(output.dtype);
+      output.cols = end - begin;
+      shard->outputs.push_back(output);
+    }
+    shard->bytes = job->bytes;
+    shard->deadline = job->deadline;
+    shard->flow = job->flow;
+    shard->background = job->background;
+    shard->joinable = job->joinable;
+    job->shards.push_back(std::move(shard));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Engine::Schedule(const pb::ExecuteRequest& request, Job* job) const {
@@ -220,7 +324,7 @@ void Engine::DescribeServer(pb::ServerInfoResponse* response) const {
   response->set_backend(first.backend());
   for (int value = pb::Format_MIN; value <= pb::Format_MAX; ++value) {
     const std::optional<Format> format = FromProto(static_cast<pb::Format>(value));
-    if (format.has_value() && first.CanExecute(*format)) response->add_formats(static_cast<pb::Format>(value));
+    if (format.has_value() && first.CanExecute(first.Layout(*format))) response->add_formats(static_cast<pb::Format>(value));
   }
   pb::ServerLimits& limits = *response->mutable_limits();
   limits.set_max_tokens(options_.max_tokens);

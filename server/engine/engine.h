@@ -79,6 +79,10 @@ class Engine {
 
   // Plans (or looks up) the program, takes leases on its layers and binds inputs and outputs.
   absl::Status Prepare(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, Job* job);
+  // The least busy healthy device that has all layers.
+  static absl::Status ChooseDevice(Job* job);
+  // One job for each device of a sharded plan, each with its columns of the outputs.
+  static absl::Status SplitJob(Job* job);
   // Sets what the queue goes by: flow, priority, whether the job may share a launch.
   absl::Status Schedule(const pb::ExecuteRequest& request, Job* job) const;
   absl::Status BindPlan(const pb::ExecuteRequest& request, Job* job);

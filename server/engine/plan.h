@@ -3,12 +3,14 @@
 #ifndef SPMMD_SERVER_ENGINE_PLAN_H_
 #define SPMMD_SERVER_ENGINE_PLAN_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/any_invocable.h"
@@ -59,8 +61,21 @@ struct Plan {
   std::vector<int64_t> class_cols;
   std::vector<PlanOutput> outputs;
   std::vector<std::weak_ptr<const ServedLayer>> layers;  // distinct
-  Device* device = nullptr;  // where all layers are; programs without a matmul run on the first device
+  // Devices that hold every layer whole: a run takes one of them. Of a sharded plan, the devices that hold a part of
+  // the rows of every layer, in the order of the rows: a run takes all of them, and each computes its columns (ShareOf)
+  // of every step. Programs without a matmul run on any device.
+  std::vector<Device*> devices;
+  bool sharded = false;
+  std::vector<bool> input_sliced;  // sharded: read by element-wise steps, so that a shard takes its columns only
 };
+
+// Columns of a step's value, or rows of a layer, that shard `index` of `count` has: whole groups of 64 when there are
+// enough for everybody.
+inline std::pair<int64_t, int64_t> ShareOf(int64_t extent, int64_t index, int64_t count) {
+  const int64_t unit = extent >= 64 * count ? 64 : 1;
+  const int64_t units = (extent + unit - 1) / unit;
+  return {std::min(extent, units * index / count * unit), std::min(extent, units * (index + 1) / count * unit)};
+}
 
 // Rows of activations given by their nonzeros; validated, see SparseTensor.
 struct SparseRows {
@@ -81,8 +96,10 @@ struct InputValue {
 // One run of a plan: what a device's queue holds. All memory that it points to (request, response) outlives `done`.
 struct Job {
   std::shared_ptr<const Plan> plan;
+  Device* device = nullptr;                                // where it runs
+  std::vector<std::shared_ptr<Job>> shards;                // runs on several devices that make up this one
   std::vector<std::shared_ptr<const ServedLayer>> leases;  // keep the layers in memory until the run has ended
-  std::vector<const ResidentLayer*> layers;                // by Plan::layers index, on the plan's device
+  std::vector<const ResidentLayer*> layers;                // by Plan::layers index, on `device`
   int64_t rows = 0;                                        // N
   std::vector<int64_t> step_cols;                          // columns of each step's value
   std::vector<InputValue> inputs;                          // by Plan::input_names index
@@ -93,6 +110,7 @@ struct Job {
   const void* flow = nullptr;
   bool background = false;  // runs when nothing else waits
   bool joinable = false;    // may share a launch with others along N
+  bool hand_off = false;    // never on the submitting thread
   // Called exactly once, on the submitting thread, on the device's executor thread or on the thread that cancels.
   absl::AnyInvocable<void(absl::Status)> done;
 

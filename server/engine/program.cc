@@ -10,6 +10,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kernels/base/status_macros.h"
 #include "server/catalog/types.h"
 #include "server/errors.h"
@@ -43,7 +44,8 @@ class Planner {
     }
     SPMMD_RETURN_IF_ERROR(PlanOutputs());
     CompressClasses();
-    if (plan_->device == nullptr) plan_->device = catalog_.devices().front();
+    if (layers_.empty()) plan_->devices = catalog_.devices();
+    if (plan_->sharded) SPMMD_RETURN_IF_ERROR(CheckSharded());
     return std::shared_ptr<const Plan>(std::move(plan_));
   }
 
@@ -192,18 +194,75 @@ class Planner {
     if (const auto known = layers_.find(key); known != layers_.end()) return known->second;
     absl::StatusOr<std::shared_ptr<const ServedLayer>> layer = catalog_.Find(ref.name(), ref.version());
     if (!layer.ok()) return AtField(path, layer.status());
-    Device* device = (*layer)->content().copies.front().device;
-    if (plan_->device == nullptr) plan_->device = device;
-    if ((*layer)->content().On(plan_->device) == nullptr) {
-      return MakeError(absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
-                       absl::StrCat(path, ": layer ", ref.name(), " is on device ", device->id(),
-                                    ", the program's earlier layers are on ", plan_->device->id()));
-    }
+    SPMMD_RETURN_IF_ERROR(Place((*layer)->content(), ref.name(), path));
     plan_->layers.push_back(*layer);
     leases_.push_back(*std::move(layer));
     const int index = static_cast<int>(leases_.size()) - 1;
     layers_.emplace(key, index);
     return index;
+  }
+
+  // Leaves the devices where this layer is too.
+  absl::Status Place(const LayerContent& content, const std::string& name, const std::string& path) {
+    std::vector<Device*> devices;
+    for (const LayerContent::Copy& copy : content.copies) devices.push_back(copy.device);
+    const std::vector<Device*> before = plan_->devices;
+    if (layers_.empty()) {
+      plan_->devices = std::move(devices);
+      plan_->sharded = content.sharded();
+      return absl::OkStatus();
+    }
+    if (content.sharded() || plan_->sharded) {
+      if (content.sharded() && plan_->sharded && devices == before) return absl::OkStatus();
+    } else {
+      plan_->devices.clear();
+      for (Device* device : before) {
+        if (std::find(devices.begin(), devices.end(), device) != devices.end()) plan_->devices.push_back(device);
+      }
+      if (!plan_->devices.empty()) return absl::OkStatus();
+    }
+    const auto ids = [](const std::vector<Device*>& list, bool sharded) {
+      std::vector<std::string> names;
+      for (const Device* device : list) names.push_back(device->id());
+      return absl::StrCat(sharded ? "sharded over " : "on ", absl::StrJoin(names, ", "));
+    };
+    return MakeError(absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
+                     absl::StrCat(path, ": layer ", name, " is ", ids(devices, content.sharded()),
+                                  ", the program's earlier layers are ", ids(before, plan_->sharded)));
+  }
+
+  // Every device computes its columns of every step from what all devices can read: the program's inputs.
+  absl::Status CheckSharded() {
+    std::vector<bool> whole(plan_->input_names.size());
+    plan_->input_sliced.resize(plan_->input_names.size());
+    const int inputs = program_.inputs_size();
+    for (int s = 0; s < program_.steps_size(); ++s) {
+      const PlanStep& step = plan_->steps[static_cast<size_t>(s)];
+      const std::string path = absl::StrCat("program.steps[", s, "]");
+      if (step.op == PlanStep::Op::kMatmul) {
+        if (step.left >= inputs) {
+          return MakeError(
+              absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
+              absl::StrCat(path, ".matmul.input: \"", program_.steps(s).matmul().input(),
+                           "\" is a step's value, which is spread over the devices of the program's sharded "
+                           "layers; a matmul needs it whole: make two requests"));
+        }
+        whole[static_cast<size_t>(step.left)] = true;
+        continue;
+      }
+      for (const int value : {step.left, step.right}) {
+        if (value < inputs) plan_->input_sliced[static_cast<size_t>(value)] = true;
+      }
+    }
+    for (size_t i = 0; i < whole.size(); ++i) {
+      if (whole[i] && plan_->input_sliced[i]) {
+        return MakeError(absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
+                         absl::StrCat("program.inputs[", i, "]: \"", plan_->input_names[i],
+                                      "\" is read by a matmul with a sharded layer, which needs it whole, and by an "
+                                      "element-wise step, which needs it in parts: give it twice"));
+      }
+    }
+    return absl::OkStatus();
   }
 
   absl::Status PlanOutputs() {

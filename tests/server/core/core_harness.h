@@ -35,7 +35,8 @@ namespace spmmd::server::testing {
 // Runs jobs like the CPU device; Hold() makes the next ones wait until Release().
 class HeldDevice final : public CpuDevice {
  public:
-  HeldDevice(const DeviceOptions& options, Metrics* metrics) : CpuDevice(options, metrics) {}
+  HeldDevice(const DeviceOptions& options, Metrics* metrics, int index = 0)
+      : CpuDevice(options, metrics, nullptr, index) {}
   ~HeldDevice() override {
     Release();
     Shutdown();

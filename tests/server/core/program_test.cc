@@ -50,7 +50,7 @@ TEST_F(ProgramTest, MlpIsPlanned) {
   const auto plan = PlanProgram(Mlp(), core_.catalog);
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ((*plan)->layers.size(), 3u);
-  EXPECT_EQ((*plan)->device, &core_.device);
+  EXPECT_THAT((*plan)->devices, ::testing::ElementsAre(&core_.device));
   EXPECT_EQ((*plan)->steps[0].last_use, 2);
   EXPECT_EQ((*plan)->steps[3].last_use, -1);
 }
