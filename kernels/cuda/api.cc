@@ -295,7 +295,14 @@ spmmd_cuda_status spmmd_cuda_event_destroy(spmmd_cuda_device* device, spmmd_cuda
 }
 
 spmmd_cuda_status spmmd_cuda_event_record(spmmd_cuda_device* device, spmmd_cuda_event event, spmmd_cuda_stream stream) {
-  return SPMMD_CUDA_FORWARD(device, cudaEventRecord(Event(event), Stream(stream)));
+  return OnDevice(device, [&]() -> Status {
+    // In a capture a plain record is an edge of the graph; an external one is recorded anew by every replay.
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    SPMMD_CUDA_CHECK(cudaStreamIsCapturing(Stream(stream), &capture));
+    const unsigned flags = capture == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal;
+    SPMMD_CUDA_CHECK(cudaEventRecordWithFlags(Event(event), Stream(stream), flags));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_event_synchronize(spmmd_cuda_device* device, spmmd_cuda_event event) {

@@ -78,12 +78,16 @@ absl::StatusOr<std::unique_ptr<CudaRunner>> CudaRunner::Create(CudaContext* cont
                                                                Metrics* metrics) {
   std::unique_ptr<CudaRunner> runner(new CudaRunner(context, budget, metrics));
   SPMMD_RETURN_IF_ERROR(context->Check(context->cuda().stream_create(context->device(), &runner->stream_)));
+  SPMMD_RETURN_IF_ERROR(
+      context->Check(context->cuda().event_create(context->device(), /*timing=*/0, &runner->replayed_)));
   SPMMD_ASSIGN_OR_RETURN(runner->staging_, CudaStaging::Create(context));
   return runner;
 }
 
 CudaRunner::~CudaRunner() {
   const CudaLibrary& cuda = context_->cuda();
+  for (Graph& graph : graphs_) DropGraph(&graph);
+  if (replayed_ != nullptr) cuda.event_destroy(context_->device(), replayed_);
   for (const spmmd_cuda_event event : events_) cuda.event_destroy(context_->device(), event);
   if (stream_ != nullptr) cuda.stream_destroy(context_->device(), stream_);
 }
@@ -110,7 +114,6 @@ absl::Status CudaRunner::Run(absl::Span<Job* const> jobs) {
 
 absl::Status CudaRunner::RunSteps(absl::Span<Job* const> jobs, int64_t rows) {
   const Job& first = *jobs.front();
-  const Plan& plan = *first.plan;
   metrics_->BatchLaunched(rows);
   launched_.clear();
   const uint64_t input_bytes = PlaceInputs(jobs, rows);
@@ -129,11 +132,30 @@ absl::Status CudaRunner::RunSteps(absl::Span<Job* const> jobs, int64_t rows) {
       scratch_clean_ = true;
     }
   }
+  PlaceOutputs(jobs);
+  SPMMD_ASSIGN_OR_RETURN(Graph* const graph, FindGraph(first, rows, input_bytes, output_bytes));
+  if (graph != nullptr) {
+    const CudaLibrary& cuda = context_->cuda();
+    SPMMD_RETURN_IF_ERROR(staging_->Fill(up_));
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.graph_launch(context_->device(), graph->graph, stream_)));
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_record(context_->device(), replayed_, stream_)));
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_synchronize(context_->device(), replayed_)));
+    staging_->Empty(down_);
+    launched_ = graph->launched;
+    return ReadTimes(jobs);
+  }
   SPMMD_RETURN_IF_ERROR(staging_->Upload(inputs_.data(), up_, stream_));
   SPMMD_RETURN_IF_ERROR(RecordEvent(0));
+  SPMMD_RETURN_IF_ERROR(LaunchSteps(first, rows));
+  SPMMD_RETURN_IF_ERROR(staging_->Download(outputs_.data(), down_, stream_));
+  return ReadTimes(jobs);
+}
+
+absl::Status CudaRunner::LaunchSteps(const Job& job, int64_t rows) {
+  const Plan& plan = *job.plan;
   for (size_t s = 0; s < plan.steps.size(); ++s) {
     if (planned_[s].y.block == Block::kNone) continue;  // nobody reads it
-    SPMMD_RETURN_IF_ERROR(LaunchStep(first, plan.steps[s], planned_[s], rows));
+    SPMMD_RETURN_IF_ERROR(LaunchStep(job, plan.steps[s], planned_[s], rows));
     for (size_t o = 0; o < plan.outputs.size(); ++o) {
       const Value& y = planned_[s].y;
       const Value& output = output_values_[o];
@@ -142,8 +164,78 @@ absl::Status CudaRunner::RunSteps(absl::Span<Job* const> jobs, int64_t rows) {
       SPMMD_RETURN_IF_ERROR(LaunchCopy(y, output, /*threshold=*/0, rows));
     }
   }
-  SPMMD_RETURN_IF_ERROR(CopyOutputs(jobs));
-  return ReadTimes(jobs);
+  return absl::OkStatus();
+}
+
+CudaRunner::GraphKey CudaRunner::KeyOf(const Job& job, int64_t rows) const {
+  GraphKey key;
+  key.rows = rows;
+  for (const ResidentLayer* layer : job.layers) key.layers.push_back(static_cast<const CudaLayer*>(layer)->serial());
+  key.steps = job.plan->steps;
+  key.outputs = job.plan->outputs;
+  key.step_cols = job.step_cols;
+  for (const InputValue& input : job.inputs) key.inputs.emplace_back(input.dense.dtype, input.dense.cols);
+  key.blocks = {inputs_.data(), outputs_.data(), work_.data(), scratch_.data()};
+  key.scratch_bytes = scratch_bytes_;
+  return key;
+}
+
+absl::StatusOr<CudaRunner::Graph*> CudaRunner::FindGraph(const Job& job, int64_t rows, uint64_t input_bytes,
+                                                         uint64_t output_bytes) {
+  if (!graphs_work_ || input_bytes > kMaxGraphBytes || output_bytes > kMaxGraphBytes) return nullptr;
+  for (const InputValue& input : job.inputs) {
+    if (input.sparse.has_value()) return nullptr;  // how many nonzeros there are is part of the launch
+  }
+  GraphKey key = KeyOf(job, rows);
+  const auto known = std::find_if(graphs_.begin(), graphs_.end(), [&](const Graph& g) { return g.key == key; });
+  if (known == graphs_.end()) {
+    // Recorded when it comes a second time.
+    if (graphs_.size() == kMaxGraphs) {
+      DropGraph(&graphs_.back());
+      graphs_.pop_back();
+    }
+    graphs_.push_front({std::move(key), nullptr, {}});
+    return nullptr;
+  }
+  graphs_.splice(graphs_.begin(), graphs_, known);
+  Graph* const graph = &graphs_.front();
+  if (graph->graph != nullptr) return graph;
+  SPMMD_RETURN_IF_ERROR(Record(graph, job, rows, input_bytes, output_bytes));
+  return graph->graph == nullptr ? nullptr : graph;
+}
+
+absl::Status CudaRunner::Record(Graph* graph, const Job& job, int64_t rows, uint64_t input_bytes,
+                                uint64_t output_bytes) {
+  const CudaLibrary& cuda = context_->cuda();
+  launched_.clear();
+  if (cuda.graph_begin(context_->device(), stream_) != SPMMD_CUDA_OK) {
+    graphs_work_ = false;
+    return context_->Probe();
+  }
+  const auto enqueue = [&]() -> absl::Status {
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        cuda.memcpy_async(context_->device(), inputs_.data(), staging_->upload_slot(), input_bytes, stream_)));
+    SPMMD_RETURN_IF_ERROR(RecordEvent(0));
+    SPMMD_RETURN_IF_ERROR(LaunchSteps(job, rows));
+    return context_->Check(
+        cuda.memcpy_async(context_->device(), staging_->download_slot(), outputs_.data(), output_bytes, stream_));
+  };
+  const absl::Status enqueued = enqueue();
+  // Ends the capture whatever happened in it.
+  const spmmd_cuda_status ended = cuda.graph_end(context_->device(), stream_, &graph->graph);
+  if (!enqueued.ok() || ended != SPMMD_CUDA_OK) {
+    graph->graph = nullptr;
+    graphs_work_ = false;  // requests run as they are from here on
+    launched_.clear();
+    return context_->Probe();
+  }
+  graph->launched = launched_;
+  return absl::OkStatus();
+}
+
+void CudaRunner::DropGraph(Graph* graph) {
+  if (graph->graph != nullptr) context_->cuda().graph_destroy(context_->device(), graph->graph);
+  graph->graph = nullptr;
 }
 
 uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
@@ -395,7 +487,7 @@ absl::Status CudaRunner::Mark(const Launched& launched) {
   return RecordEvent(launched_.size());
 }
 
-absl::Status CudaRunner::CopyOutputs(absl::Span<Job* const> jobs) {
+void CudaRunner::PlaceOutputs(absl::Span<Job* const> jobs) {
   down_.clear();
   for (size_t o = 0; o < output_values_.size(); ++o) {
     uint64_t at = output_values_[o].offset;
@@ -412,7 +504,6 @@ absl::Status CudaRunner::CopyOutputs(absl::Span<Job* const> jobs) {
       at += row_bytes * static_cast<uint64_t>(y.rows);
     }
   }
-  return staging_->Download(outputs_.data(), down_, stream_);
 }
 
 absl::Status CudaRunner::ReadTimes(absl::Span<Job* const> jobs) {

@@ -1,11 +1,18 @@
 // Runs planned programs on one GPU: inputs go up through pinned staging, every step is a launch on one stream whose
 // intermediates stay on the device, outputs come down, and the thread waits once. One run at a time.
 //
+// Small requests that come again and again (the same steps and layers, the same number of rows) are recorded as a CUDA
+// graph, their copies included, and replayed with one call: at a few microseconds a kernel, what the host spends on
+// each call would be most of the time.
+//
 // The time of each launch comes from CUDA events between the launches, read after that one wait.
 #ifndef SPMMD_SERVER_DEVICE_CUDA_RUNNER_H_
 #define SPMMD_SERVER_DEVICE_CUDA_RUNNER_H_
 
+#include <array>
+#include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -34,18 +41,23 @@ class CudaLayer : public ResidentLayer {
         shell_(std::move(shell)),
         layer_(layer),
         bias_(std::move(bias)),
-        context_(context) {}
+        context_(context),
+        serial_(next_serial_.fetch_add(1, std::memory_order_relaxed)) {}
   ~CudaLayer() override { context_->cuda().layer_free(layer_); }
 
   const PackedLayer& shell() const { return shell_; }
   const spmmd_cuda_layer* handle() const { return layer_; }
   const float* bias() const { return reinterpret_cast<const float*>(bias_.data()); }
+  // No two layers of the process have the same, even one after the other at the same address.
+  uint64_t serial() const { return serial_; }
 
  private:
   PackedLayer shell_;
   spmmd_cuda_layer* layer_;
   CudaMemory bias_;
   CudaContext* context_;
+  const uint64_t serial_;
+  static inline std::atomic<uint64_t> next_serial_{1};
 };
 
 // One block of device memory that grows to what a run needs and keeps at most kRetainedBytes of it afterwards.
@@ -112,6 +124,27 @@ class CudaRunner {
     bool filtered = false;  // x goes through a copy that drops what is under the threshold
     Value filter;
   };
+  // What a recorded run depends on.
+  struct GraphKey {
+    int64_t rows = 0;
+    std::vector<uint64_t> layers;
+    std::vector<PlanStep> steps;
+    std::vector<PlanOutput> outputs;
+    std::vector<int64_t> step_cols;
+    std::vector<std::pair<DType, int64_t>> inputs;
+    std::array<const std::byte*, 4> blocks{};  // where the arenas are
+    uint64_t scratch_bytes = 0;
+
+    bool operator==(const GraphKey&) const = default;
+  };
+  struct Graph {
+    GraphKey key;
+    spmmd_cuda_graph graph = nullptr;  // null: seen once
+    std::vector<Launched> launched;
+  };
+  static constexpr size_t kMaxGraphs = 64;
+  // Inputs and outputs of a request that is worth recording, each.
+  static constexpr uint64_t kMaxGraphBytes = uint64_t{1} << 20;
   // Offsets in the workspace: first fit among what earlier steps gave back.
   class Layout;
 
@@ -122,11 +155,19 @@ class CudaRunner {
   // Places outputs and steps, chooses kernels, sizes the workspace and the kernels' scratch.
   absl::Status PlaceSteps(const Job& job, int64_t rows, uint64_t* output_bytes, uint64_t* work_bytes,
                           uint64_t* scratch_bytes);
+  // The launches of all steps, without the copies of inputs and outputs.
+  absl::Status LaunchSteps(const Job& job, int64_t rows);
+  GraphKey KeyOf(const Job& job, int64_t rows) const;
+  // The recorded run, most recently used first; null when this one is to run as it is.
+  absl::StatusOr<Graph*> FindGraph(const Job& job, int64_t rows, uint64_t input_bytes, uint64_t output_bytes);
+  absl::Status Record(Graph* graph, const Job& job, int64_t rows, uint64_t input_bytes, uint64_t output_bytes);
+  void DropGraph(Graph* graph);
   absl::Status LaunchStep(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows);
   absl::Status LaunchMatmul(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows);
   absl::Status LaunchCopy(const Value& from, const Value& to, float threshold, int64_t rows);
   absl::Status LaunchElementwise(spmmd_cuda_elementwise_call* call, const char* name);
-  absl::Status CopyOutputs(absl::Span<Job* const> jobs);
+  // Where the outputs' bytes go.
+  void PlaceOutputs(absl::Span<Job* const> jobs);
   // Marks the end of a launch on the stream.
   absl::Status Mark(const Launched& launched);
   absl::Status RecordEvent(size_t index);
@@ -144,6 +185,9 @@ class CudaRunner {
   uint64_t scratch_bytes_ = 0;  // of this run
   bool scratch_clean_ = false;  // its counters are zero
   std::vector<spmmd_cuda_event> events_;
+  std::list<Graph> graphs_;  // most recently used first
+  bool graphs_work_ = true;
+  spmmd_cuda_event replayed_ = nullptr;
 
   // Of the run in progress; members for their capacity.
   std::vector<Value> values_;  // inputs, then steps

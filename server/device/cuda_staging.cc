@@ -65,6 +65,20 @@ absl::Status CudaStaging::Upload(std::byte* block, absl::Span<const UploadPiece>
   return flush();
 }
 
+absl::Status CudaStaging::Fill(absl::Span<const UploadPiece> pieces) {
+  SPMMD_RETURN_IF_ERROR(Await(up_[0]));
+  for (const UploadPiece& piece : pieces) {
+    std::memcpy(up_[0].memory.data() + piece.offset, piece.from, piece.bytes);
+  }
+  return absl::OkStatus();
+}
+
+void CudaStaging::Empty(absl::Span<const DownloadPiece> pieces) const {
+  for (const DownloadPiece& piece : pieces) {
+    std::memcpy(piece.to, down_[0].memory.data() + piece.offset, piece.bytes);
+  }
+}
+
 absl::Status CudaStaging::Download(const std::byte* block, absl::Span<const DownloadPiece> pieces,
                                    spmmd_cuda_stream stream) {
   if (pieces.empty()) return absl::OkStatus();

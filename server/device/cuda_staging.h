@@ -41,6 +41,12 @@ class CudaStaging {
   // Enqueues the copies; pieces in ascending order of offset, without overlap. When it returns their memory has been
   // read. What lies between two pieces may be overwritten.
   absl::Status Upload(std::byte* block, absl::Span<const UploadPiece> pieces, spmmd_cuda_stream stream);
+  // For small requests, whose copies are part of a graph: fills the first upload slot, whose bytes then stand for the
+  // block's, and empties the first download slot. The caller enqueues the copies between slot and block, and waits.
+  absl::Status Fill(absl::Span<const UploadPiece> pieces);
+  void Empty(absl::Span<const DownloadPiece> pieces) const;
+  const std::byte* upload_slot() const { return up_[0].memory.data(); }
+  std::byte* download_slot() const { return down_[0].memory.data(); }
   // Returns once the pieces have their bytes: all that was enqueued on the stream before has ended then, unless there
   // are no pieces.
   absl::Status Download(const std::byte* block, absl::Span<const DownloadPiece> pieces, spmmd_cuda_stream stream);

@@ -85,6 +85,46 @@ TEST_F(CudaFaultTest, AFailedLaunchFailsItsRequestAlone) {
   EXPECT_TRUE(status.ok()) << status;
 }
 
+TEST_F(CudaFaultTest, RepeatedRequestsAreReplayedAndNeverStale) {
+  const auto replays = Control<decltype(fake_cuda_replays)>("fake_cuda_replays");
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix x = RandomMatrix(DType::kF16, 2, 48, 0, 2);
+  const DenseMatrix other_x = RandomMatrix(DType::kF16, 2, 48, 0, 3);
+  const DenseMatrix one = RandomMatrix(DType::kF16, 1, 48, 0, 4);
+  // A layer that is registered again may lie where the old one lay.
+  for (uint32_t version = 1; version <= 3; ++version) {
+    const DenseMatrix w = RandomMatrix(DType::kF16, 40, 48, 0.5, version);
+    ASSERT_TRUE(core.Register("w", w.view()).ok());
+    const int64_t before = replays();
+    for (int i = 0; i < 4; ++i) {
+      for (const DenseMatrix* input : {&x, &other_x, &one}) {
+        pb::ExecuteResponse response;
+        ASSERT_TRUE(core.Execute(MatmulRequest("w", input->view()), &response).ok());
+        EXPECT_TRUE(CompareToReference(testing::ViewOf(response.outputs(0).tensor()),
+                                       ReferenceMatmul(w.view(), input->view()), DefaultTolerance(DType::kF32, 48))
+                        .ok());
+        EXPECT_GT(response.timing().kernel().nanos(), 0);
+      }
+    }
+    EXPECT_EQ(replays() - before, 10);  // all but the first of two rows and the first of one
+    ASSERT_TRUE(testing::UnregisterFrom(core.catalog, "w").ok());
+  }
+}
+
+TEST_F(CudaFaultTest, WithoutGraphsRequestsRunAsTheyAre) {
+  Control<decltype(fake_cuda_fail_graphs)>("fake_cuda_fail_graphs")(1);
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix w = RandomMatrix(DType::kF16, 32, 32, 0.5, 1);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  const DenseMatrix x = RandomMatrix(DType::kF16, 1, 32, 0, 2);
+  for (int i = 0; i < 4; ++i) {
+    pb::ExecuteResponse response;
+    const absl::Status status = core.Execute(MatmulRequest("w", x.view()), &response);
+    EXPECT_TRUE(status.ok()) << status;
+  }
+  Control<decltype(fake_cuda_fail_graphs)>("fake_cuda_fail_graphs")(0);
+}
+
 TEST_F(CudaFaultTest, NothingIsLeftOnTheDevice) {
   const uint64_t before = Allocated();
   {

@@ -9,10 +9,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/base/activation.h"
@@ -47,6 +49,11 @@ std::atomic<int64_t> last_tokens;
 std::mutex blocks_mutex;
 std::map<void*, uint64_t> blocks;
 thread_local std::string last_error;
+std::atomic<bool> graphs_fail;
+std::atomic<int64_t> replays;
+// The calls of a graph that is being recorded on this thread.
+using Recording = std::vector<std::function<spmmd_cuda_status()>>;
+thread_local Recording* recording = nullptr;
 
 spmmd_cuda_status Fail(spmmd_cuda_status code, std::string message) {
   last_error = std::move(message);
@@ -128,6 +135,8 @@ void fake_cuda_break(int32_t device) { broken[static_cast<size_t>(device)] = tru
 void fake_cuda_repair(int32_t device) { broken[static_cast<size_t>(device)] = false; }
 void fake_cuda_fail_launches(int32_t count) { launches_to_fail = count; }
 uint64_t fake_cuda_allocated(int32_t device) { return allocated[static_cast<size_t>(device)]; }
+void fake_cuda_fail_graphs(int32_t fail) { graphs_fail = fail != 0; }
+int64_t fake_cuda_replays(void) { return replays; }
 int64_t fake_cuda_launches(void) { return launches; }
 int64_t fake_cuda_last_tokens(void) { return last_tokens; }
 
@@ -202,7 +211,11 @@ spmmd_cuda_status spmmd_cuda_host_register(spmmd_cuda_device* device, void* /*po
 }
 spmmd_cuda_status spmmd_cuda_host_unregister(spmmd_cuda_device* /*device*/, void* /*pointer*/) { return SPMMD_CUDA_OK; }
 spmmd_cuda_status spmmd_cuda_memcpy_async(spmmd_cuda_device* device, void* to, const void* from, uint64_t bytes,
-                                          spmmd_cuda_stream /*stream*/) {
+                                          spmmd_cuda_stream stream) {
+  if (recording != nullptr) {
+    recording->push_back([=] { return spmmd_cuda_memcpy_async(device, to, from, bytes, stream); });
+    return SPMMD_CUDA_OK;
+  }
   FAKE_CHECK(device);
   std::memcpy(to, from, bytes);
   return SPMMD_CUDA_OK;
@@ -257,8 +270,11 @@ spmmd_cuda_status spmmd_cuda_event_destroy(spmmd_cuda_device* /*device*/, spmmd_
   delete static_cast<double*>(event);
   return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_event_record(spmmd_cuda_device* device, spmmd_cuda_event event,
-                                          spmmd_cuda_stream /*stream*/) {
+spmmd_cuda_status spmmd_cuda_event_record(spmmd_cuda_device* device, spmmd_cuda_event event, spmmd_cuda_stream stream) {
+  if (recording != nullptr) {
+    recording->push_back([=] { return spmmd_cuda_event_record(device, event, stream); });
+    return SPMMD_CUDA_OK;
+  }
   FAKE_CHECK(device);
   *static_cast<double*>(event) = Now();
   return SPMMD_CUDA_OK;
@@ -278,18 +294,29 @@ spmmd_cuda_status spmmd_cuda_event_elapsed_us(spmmd_cuda_device* device, spmmd_c
   *microseconds = *static_cast<double*>(end) - *static_cast<double*>(start);
   return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_graph_begin(spmmd_cuda_device* /*device*/, spmmd_cuda_stream /*stream*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "graphs");
+spmmd_cuda_status spmmd_cuda_graph_begin(spmmd_cuda_device* device, spmmd_cuda_stream /*stream*/) {
+  FAKE_CHECK(device);
+  if (graphs_fail) return Fail(SPMMD_CUDA_INTERNAL, "graphs fail");
+  recording = new Recording;
+  return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_graph_end(spmmd_cuda_device* /*device*/, spmmd_cuda_stream /*stream*/,
-                                       spmmd_cuda_graph* /*graph*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "graphs");
+spmmd_cuda_status spmmd_cuda_graph_end(spmmd_cuda_device* device, spmmd_cuda_stream /*stream*/,
+                                       spmmd_cuda_graph* graph) {
+  *graph = std::exchange(recording, nullptr);
+  FAKE_CHECK(device);
+  return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_graph_launch(spmmd_cuda_device* /*device*/, spmmd_cuda_graph /*graph*/,
+spmmd_cuda_status spmmd_cuda_graph_launch(spmmd_cuda_device* device, spmmd_cuda_graph graph,
                                           spmmd_cuda_stream /*stream*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "graphs");
+  FAKE_CHECK(device);
+  ++replays;
+  for (const auto& call : *static_cast<Recording*>(graph)) {
+    if (const spmmd_cuda_status status = call(); status != SPMMD_CUDA_OK) return status;
+  }
+  return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_graph_destroy(spmmd_cuda_device* /*device*/, spmmd_cuda_graph /*graph*/) {
+spmmd_cuda_status spmmd_cuda_graph_destroy(spmmd_cuda_device* /*device*/, spmmd_cuda_graph graph) {
+  delete static_cast<Recording*>(graph);
   return SPMMD_CUDA_OK;
 }
 spmmd_cuda_status spmmd_cuda_read_probe(spmmd_cuda_device* device, const void* /*pointer*/, uint64_t /*bytes*/,
@@ -388,8 +415,12 @@ spmmd_cuda_status spmmd_cuda_workspace_init(spmmd_cuda_device* device, void* wor
   std::memset(workspace, 0, std::min(bytes, kCounterBytes));
   return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t /*kernel*/, const spmmd_cuda_matmul* call,
-                                    spmmd_cuda_stream /*stream*/) {
+spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kernel, const spmmd_cuda_matmul* call,
+                                    spmmd_cuda_stream stream) {
+  if (recording != nullptr) {
+    recording->push_back([=, copy = *call] { return spmmd_cuda_launch(layer, kernel, &copy, stream); });
+    return SPMMD_CUDA_OK;
+  }
   FAKE_CHECK(layer->device);
   const auto* counters = static_cast<const uint8_t*>(call->workspace);
   if (launches_to_fail > 0) {
@@ -443,7 +474,11 @@ spmmd_cuda_status spmmd_cuda_dense_use_candidate(const spmmd_cuda_layer* /*layer
 }
 
 spmmd_cuda_status spmmd_cuda_elementwise(spmmd_cuda_device* device, const spmmd_cuda_elementwise_call* call,
-                                         spmmd_cuda_stream /*stream*/) {
+                                         spmmd_cuda_stream stream) {
+  if (recording != nullptr) {
+    recording->push_back([=, copy = *call] { return spmmd_cuda_elementwise(device, &copy, stream); });
+    return SPMMD_CUDA_OK;
+  }
   FAKE_CHECK(device);
   for (int64_t row = 0; row < call->rows; ++row) {
     for (int64_t col = 0; col < call->cols; ++col) {

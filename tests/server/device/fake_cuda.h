@@ -11,6 +11,10 @@ void fake_cuda_break(int32_t device);
 void fake_cuda_repair(int32_t device);
 // The next `count` launches fail; the device survives.
 void fake_cuda_fail_launches(int32_t count);
+// From here on no graph can be recorded; 0 ends it.
+void fake_cuda_fail_graphs(int32_t fail);
+// Replays of graphs since the library was loaded.
+int64_t fake_cuda_replays(void);
 // Bytes of device memory that are allocated now, layers included.
 uint64_t fake_cuda_allocated(int32_t device);
 // Matmul launches since the library was loaded, and the tokens of the last one.
