@@ -225,6 +225,24 @@ def test_services_select_pods_and_name_their_ports(objects: list[dict[str, Any]]
             assert scaler["spec"]["scaleTargetRef"]["name"] in names
 
 
+def test_the_test_pod_is_selected_by_nothing_and_reaches_health(objects: list[dict[str, Any]]) -> None:
+    (pod,) = of_kind(objects, "Pod")
+    labels = pod["metadata"]["labels"].items()
+    selectors = [service["spec"]["selector"] for service in of_kind(objects, "Service")]
+    for kind in ("PodDisruptionBudget", "Deployment", "StatefulSet"):
+        selectors += [item["spec"]["selector"]["matchLabels"] for item in of_kind(objects, kind)]
+    policies = of_kind(objects, "NetworkPolicy")
+    selectors += [policy["spec"]["podSelector"]["matchLabels"] for policy in policies]
+    assert not any(selector.items() <= labels for selector in selectors)
+    for policy in policies:
+        ports = [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+        assert sorted(ports) == ["grpc", "health", "metrics"]
+    address = pod["spec"]["containers"][0]["args"][0].removeprefix("--health-check=")
+    name, port = address.split(":")
+    (service,) = [item for item in of_kind(objects, "Service") if item["metadata"]["name"] == name]
+    assert service["spec"]["ports"][0]["port"] == int(port)
+
+
 def test_pods_are_confined(objects: list[dict[str, Any]]) -> None:
     for spec in pod_specs(objects):
         assert spec["automountServiceAccountToken"] is False
