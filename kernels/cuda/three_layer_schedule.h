@@ -10,13 +10,15 @@
 
 namespace spmmd::cuda::three_layer_plan {
 
-inline constexpr int kMaxTeams = 7;  // with the warp that feeds X, 15 warps: 128 registers a thread
+inline constexpr int kMaxTeams = 7;
+inline constexpr int kMaxWarps = 16;  // 128 registers a thread: two a team, up to four that fetch
 inline constexpr int kMaxStages = 4;
 inline constexpr int kMaxBoxes = 8;
 inline constexpr int kPartialsPerCta = 2;
 inline constexpr int64_t kValueBytes = 8192;
 inline constexpr int64_t kMetadataBytes = 1024;
 inline constexpr int64_t kMaxCodeBytes = 2048;  // staged in shared memory; a tile with more reads its codes from L2
+inline constexpr int64_t kResidualBytes = 320;  // so too
 
 // A team of two warps works on a tile; a unit is one tile for each team, `height` of them along M and `depth` along K.
 // A block is `height` rows of tiles. CTA c has units [Begin(c), Begin(c + 1)), block by block along K. The part of a
@@ -27,11 +29,13 @@ struct Plan {
   int ctas;
   int height;
   int depth;
+  int helpers;     // warps that fetch
   int stages;      // tiles that a team has in shared memory or on their way there
   int boxes;       // tiles of X in shared memory for each place along K
   int code_bytes;  // that a stage has room for
-  int scratch;     // bytes a team: W_r, and sums on their way between teams
-  int surplus;     // 0: no tile of the layer has any
+  int residual_bytes;
+  int scratch;  // bytes a team: W_r, and sums on their way between teams
+  int surplus;  // 0: no tile of the layer has any
 
   SPMMD_HOST_DEVICE int teams() const { return height * depth; }
   SPMMD_HOST_DEVICE int blocks() const { return (row_tiles + height - 1) / height; }
@@ -61,7 +65,8 @@ struct Plan {
 // Dynamic shared memory of a launch.
 inline int64_t SharedBytes(const Plan& plan, int tokens) {
   return int64_t{plan.depth} * plan.boxes * tokens * 256 +
-         int64_t{plan.teams()} * (plan.stages * (kValueBytes + kMetadataBytes + plan.code_bytes) + plan.scratch);
+         int64_t{plan.teams()} *
+             (plan.stages * (kValueBytes + kMetadataBytes + plan.code_bytes + plan.residual_bytes) + plan.scratch);
 }
 
 // variant: 0 for the usual cut, 1 to 12 for others that benchmarks try.
@@ -76,9 +81,10 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   plan.col_tiles = static_cast<int>(col_tiles);
   plan.code_bytes = static_cast<int>(std::min(max_code_bytes, kMaxCodeBytes));
   plan.surplus = surplus ? 1 : 0;
+  plan.residual_bytes = surplus ? static_cast<int>(kResidualBytes) : 0;
   // Sums of all four strips at once, but of N = 64 half of them.
   plan.scratch = surplus ? static_cast<int>(kValueBytes) : std::min(tokens * 256, static_cast<int>(kValueBytes));
-  const auto& cut = kCuts[variant > 0 && variant <= 12 ? variant - 1 : tokens <= 32 ? 0 : 1];
+  const auto& cut = kCuts[variant > 0 && variant <= 12 ? variant - 1 : tokens <= 32 ? 1 : 2];
   plan.height = cut.height;
   plan.depth = cut.depth;
   plan.stages = cut.stages;
@@ -88,6 +94,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   while (!fits() && plan.stages > 1) --plan.stages;
   while (!fits() && plan.height > 1) --plan.height;
   while (!fits() && plan.depth > 1) --plan.depth;
+  plan.helpers = std::min(4, kMaxWarps - 2 * plan.teams());
   plan.ctas = static_cast<int>(std::min<int64_t>(multiprocessors, plan.units()));
   return plan;
 }

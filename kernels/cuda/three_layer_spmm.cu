@@ -4,9 +4,9 @@
 //
 // Work. A team of two warps takes whole tiles of 64 x 128. A CTA (one an SM) has up to seven teams, `height` of them
 // along M and `depth` along K, and a warp that feeds X: a ring of boxes for each place along K, by TMA, 128-byte
-// swizzled. The CTAs share all units (one tile a team) evenly. Teams along K add up in shared memory; a block of rows
-// that several CTAs have parts of is added up from partial sums by a second small kernel, launched early. Always in the
-// same order, and nobody ever waits for another CTA.
+// swizzled, and fetches the tiles. The CTAs share all units (one tile a team) evenly. Teams along K add up in shared
+// memory; a block of rows that several CTAs have parts of is added up from partial sums by a second small kernel,
+// launched early. Always in the same order, and nobody ever waits for another CTA.
 //
 // A tile. Values, metadata and codes arrive through the team's ring of bulk copies. The team's 64 lanes walk a thread's
 // codes each and move parked values from W_t to W_r in shared memory. The paper multiplies the residual layer
@@ -47,6 +47,7 @@ using three_layer::kNoMove;
 using three_layer_plan::kMaxBoxes;
 using three_layer_plan::kMaxStages;
 using three_layer_plan::kMaxTeams;
+using three_layer_plan::kMaxWarps;
 using three_layer_plan::kPartialsPerCta;
 using three_layer_plan::Plan;
 
@@ -78,21 +79,23 @@ struct ThreeLayerParams {
   Epilogue epilogue;
 };
 
-// What a tile has besides its Sparse-TC layer.
+// What a stage holds, from the warp that filled it.
 struct alignas(16) TileInfo {
-  uint32_t code_begin;  // in units of codes
-  uint32_t code_end;
-  uint32_t residual_end;  // the lower half
-  uint32_t pad;
-  uint64_t residual_begin;
-  uint64_t pad64;
+  uint32_t code_bytes;
+  uint32_t residual;        // entries
+  uint32_t code_begin;      // in units of codes
+  uint32_t residual_begin;  // the lower half
 };
+
+// 16-byte windows of the residual's positions and values in a stage; a tile with more reads them from L2.
+constexpr int kResidualBytes = static_cast<int>(three_layer_plan::kResidualBytes) / 2;
 
 struct ThreeLayerShared {
   uint64_t tile_full[kMaxTeams * kMaxStages];
+  uint64_t tile_empty[kMaxTeams * kMaxStages];
   uint64_t box_full[kMaxTeams * kMaxBoxes];
   uint64_t box_empty[kMaxTeams * kMaxBoxes];
-  TileInfo infos[kMaxTeams * kTeam * kMaxStages];
+  TileInfo infos[kMaxTeams * kMaxStages];
 };
 
 // ---- PTX
@@ -106,6 +109,16 @@ __device__ __forceinline__ void ZeroShared128(uint32_t address) {
 __device__ __forceinline__ void StoreShared128(uint32_t address, const float4& v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
+}
+// Whether the phase of `parity` is complete, without waiting.
+__device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n .reg .pred done;\n mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
 }
 // What this thread wrote to shared memory is ordered before later bulk copies into it.
 __device__ __forceinline__ void AsyncProxyFence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -150,22 +163,55 @@ __device__ __forceinline__ uint32_t ComplementMetadata(uint32_t x) {
 constexpr uint32_t kPlace = (1u << 26) + (1u << 14);
 __device__ __forceinline__ uint32_t SlotOffset(uint32_t place) { return place >> 19 & 0x1ffeu; }
 
-__device__ __forceinline__ uint32_t LoadGlobal16(const uint8_t* from) {
-  return __ldg(reinterpret_cast<const uint16_t*>(from));
+// 16 bits at `offset` of a tile's codes: at `staged` in shared memory, or where they do not fit there at `global`.
+template <bool kStaged>
+__device__ __forceinline__ uint32_t LoadCodes(uint32_t staged, const uint8_t* global, uint32_t offset) {
+  if constexpr (kStaged) return LoadShared16(staged + offset);
+  return __ldg(reinterpret_cast<const uint16_t*>(global + offset));
 }
 
-// Moves the parked values of a tile from W_t to W_r: what decoding thread `thread` does. The codes are at `staged` in
-// shared memory, or where they do not fit there at `global`.
+// Carries out the codes of kUnits units, as far as they move values: all loads, then all stores.
+template <int kUnits>
+__device__ __forceinline__ void Move(const uint32_t (&pairs)[kUnits], uint32_t& from, uint32_t& to, uint32_t kept,
+                                     uint32_t moved) {
+  uint32_t source[kUnits * 2];
+  uint32_t target[kUnits * 2];
+  uint32_t value[kUnits * 2];
+  bool live[kUnits * 2];
+#pragma unroll
+  for (int i = 0; i < kUnits * 2; ++i) {
+    // The nibbles stay where they are; their weight is divided out of the multiplier.
+    const int shift = i % 2 * 8;
+    const uint32_t from_step = pairs[i / 2] & (0xfu << shift);
+    const uint32_t to_step = pairs[i / 2] & (0xf0u << shift);
+    from += from_step * (kPlace >> shift);
+    to += to_step * (kPlace >> (shift + 4));
+    live[i] = from_step != 0 && to_step != 0;
+    source[i] = kept + SlotOffset(from);
+    target[i] = moved + SlotOffset(to);
+    asm("" : "=r"(value[i]));  // used only where it is loaded
+  }
+#pragma unroll
+  for (int i = 0; i < kUnits * 2; ++i) {
+    if (live[i]) value[i] = LoadShared16(source[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnits * 2; ++i) {
+    if (live[i]) StoreShared16(source[i], 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnits * 2; ++i) {
+    if (live[i]) StoreShared16(target[i], value[i]);
+  }
+}
+
+// Moves the parked values of a tile from W_t to W_r: what decoding thread `thread` does.
 template <bool kStaged>
 __device__ __forceinline__ void MoveParked(uint32_t staged, const uint8_t* global, int units, uint32_t kept,
                                            uint32_t moved, int thread) {
-  constexpr int kBatch = 3;  // units whose loads are under way at a time
-  uint32_t first;
-  if constexpr (kStaged) {
-    first = LoadShared32(staged + thread * 4);
-  } else {
-    first = __ldg(reinterpret_cast<const uint32_t*>(global) + thread);
-  }
+  const uint32_t at_first = static_cast<uint32_t>(thread * 4);
+  const uint32_t first =
+      kStaged ? LoadShared32(staged + at_first) : __ldg(reinterpret_cast<const uint32_t*>(global + at_first));
   uint32_t from = (first & 0xffffu) * kPlace;
   uint32_t to = (first >> 16) * kPlace;
   if (first != kNoMove) {
@@ -175,46 +221,16 @@ __device__ __forceinline__ void MoveParked(uint32_t staged, const uint8_t* globa
   }
   uint32_t at = kFirstBytes + static_cast<uint32_t>(thread * 2);
 #pragma unroll 1
-  for (; units > 0; units -= kBatch, at += kBatch * kUnitBytes) {
-    uint32_t source[kBatch * 2];
-    uint32_t target[kBatch * 2];
-    uint32_t value[kBatch * 2];
-    bool live[kBatch * 2];
+  for (; units >= 3; units -= 3, at += 3 * kUnitBytes) {
+    uint32_t pairs[3];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      uint32_t pair = 0;
-      if (i < units) {
-        if constexpr (kStaged) {
-          pair = LoadShared16(staged + at + i * kUnitBytes);
-        } else {
-          pair = LoadGlobal16(global + at + i * kUnitBytes);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t code = j == 0 ? pair : pair >> 8;
-        const uint32_t from_step = code & 0xfu;
-        const uint32_t to_step = code & 0xf0u;  // 16 times the step
-        from += from_step * kPlace;
-        to += to_step * (kPlace / 16);
-        live[2 * i + j] = from_step != 0 && to_step != 0;
-        source[2 * i + j] = kept + SlotOffset(from);
-        target[2 * i + j] = moved + SlotOffset(to);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch * 2; ++i) {
-      value[i] = 0;
-      if (live[i]) value[i] = LoadShared16(source[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch * 2; ++i) {
-      if (live[i]) StoreShared16(source[i], 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch * 2; ++i) {
-      if (live[i]) StoreShared16(target[i], value[i]);
-    }
+    for (int i = 0; i < 3; ++i) pairs[i] = LoadCodes<kStaged>(staged, global, at + i * kUnitBytes);
+    Move<3>(pairs, from, to, kept, moved);
+  }
+#pragma unroll 1
+  for (; units > 0; --units, at += kUnitBytes) {
+    const uint32_t pairs[1] = {LoadCodes<kStaged>(staged, global, at)};
+    Move<1>(pairs, from, to, kept, moved);
   }
 }
 
@@ -236,6 +252,10 @@ __device__ __forceinline__ void PlaceResidual(uint32_t position, uint32_t value,
 
 // ---- the kernel
 
+__device__ __forceinline__ int64_t TileIndex(const Plan& plan, int block, int unit_in_block, int row, int place) {
+  return static_cast<int64_t>(block * plan.height + row) * plan.col_tiles + unit_in_block * plan.depth + place;
+}
+
 // Two strips of a tile: `kept`, `moved` and `metadata` are where they begin.
 template <bool kIsBf16, int kTokens, bool kSurplus>
 __device__ __forceinline__ void MultiplyStrips(float (&sum)[kWarpStrips][kTokens / 8][4], uint32_t kept, uint32_t moved,
@@ -252,32 +272,53 @@ __device__ __forceinline__ void MultiplyStrips(float (&sum)[kWarpStrips][kTokens
 #pragma unroll
     for (int i = 0; i < 2; ++i) complements[strip][i] = kSurplus ? ComplementMetadata(words[strip][i]) : 0;
   }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    uint4 a[kWarpStrips];
-    uint4 r[kWarpStrips];
+  // Few tokens leave registers for the next step's fragments, which then arrive during this one's multiplications.
+  constexpr int kAhead = kTokens <= 16 ? 1 : 0;
+  constexpr int kSets = kAhead + 1;
+  uint4 a[kSets][kWarpStrips];
+  uint4 r[kSets][kWarpStrips];
+  uint32_t b[kSets][kTilesAtOnce][4];
+  const auto load_a = [&](int step) {
 #pragma unroll
     for (int strip = 0; strip < kWarpStrips; ++strip) {
       const uint32_t at = static_cast<uint32_t>(strip * kSteps + step) * 512 + lane * 16;
-      a[strip] = LoadShared128(kept + at);
+      a[step % kSets][strip] = LoadShared128(kept + at);
       if constexpr (kSurplus) {
-        r[strip] = LoadShared128(moved + at);
+        r[step % kSets][strip] = LoadShared128(moved + at);
         ZeroShared128(moved + at);
       }
     }
+  };
+  const auto load_b = [&](int step, int tile0) {
+#pragma unroll
+    for (int i = 0; i < kTilesAtOnce; ++i) {
+      const uint32_t at = x_box + step / 2 * (kTokens * 128) + (tile0 + i) * 1024;
+      LoadMatrixX4(step % 2 == 0 ? at : at ^ 64u, b[step % kSets][i]);
+    }
+  };
+  if constexpr (kAhead > 0) {
+    load_a(0);
+    load_b(0, 0);
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int set = step % kSets;
+    if constexpr (kAhead > 0) {
+      if (step + 1 < kSteps) {
+        load_a(step + 1);
+        load_b(step + 1, 0);
+      }
+    } else {
+      load_a(step);
+    }
 #pragma unroll
     for (int tile0 = 0; tile0 < kTiles; tile0 += kTilesAtOnce) {
-      uint32_t b[kTilesAtOnce][4];
-#pragma unroll
-      for (int i = 0; i < kTilesAtOnce; ++i) {
-        const uint32_t at = x_box + step / 2 * (kTokens * 128) + (tile0 + i) * 1024;
-        LoadMatrixX4(step % 2 == 0 ? at : at ^ 64u, b[i]);
-      }
+      if constexpr (kAhead == 0) load_b(step, tile0);
 #pragma unroll
       for (int strip = 0; strip < kWarpStrips; ++strip) {
 #pragma unroll
         for (int i = 0; i < kTilesAtOnce; ++i) {
-          MmaSparse<kIsBf16>(sum[strip][tile0 + i], a[strip], b[i], words[strip][step / 2], step % 2);
+          MmaSparse<kIsBf16>(sum[strip][tile0 + i], a[set][strip], b[set][i], words[strip][step / 2], step % 2);
         }
       }
       if constexpr (kSurplus) {
@@ -285,7 +326,7 @@ __device__ __forceinline__ void MultiplyStrips(float (&sum)[kWarpStrips][kTokens
         for (int strip = 0; strip < kWarpStrips; ++strip) {
 #pragma unroll
           for (int i = 0; i < kTilesAtOnce; ++i) {
-            MmaSparse<kIsBf16>(sum[strip][tile0 + i], r[strip], b[i], complements[strip][step / 2], step % 2);
+            MmaSparse<kIsBf16>(sum[strip][tile0 + i], r[set][strip], b[set][i], complements[strip][step / 2], step % 2);
           }
         }
       }
@@ -294,9 +335,8 @@ __device__ __forceinline__ void MultiplyStrips(float (&sum)[kWarpStrips][kTokens
 }
 
 template <bool kIsBf16, int kTokens>
-__global__ __launch_bounds__((kMaxTeams * kTeam + 1) * 32,
-                             1) void SpmmThreeLayer(const __grid_constant__ CUtensorMap x_map,
-                                                    const __grid_constant__ ThreeLayerParams p) {
+__global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmThreeLayer(const __grid_constant__ CUtensorMap x_map,
+                                                                    const __grid_constant__ ThreeLayerParams p) {
   constexpr int kTiles = kTokens / 8;
   constexpr int kBoxBytes = kTokens * 256;
   // Strips of a warp whose sums pass through scratch at a time.
@@ -318,125 +358,167 @@ __global__ __launch_bounds__((kMaxTeams * kTeam + 1) * 32,
   const int end = plan.Begin(cta + 1);
   TriggerDependents();
 
-  // Dynamic shared memory: X, values, scratch, metadata, codes.
+  // Dynamic shared memory: X, values, scratch, metadata, residuals, codes.
   const uint32_t x_shared = SharedAddress(dynamic);
-  const uint32_t values_at = static_cast<uint32_t>(plan.depth * plan.boxes * kBoxBytes);
-  const uint32_t scratch_at = values_at + static_cast<uint32_t>(teams * plan.stages * kValueBytes);
-  const uint32_t metadata_at = scratch_at + static_cast<uint32_t>(teams * plan.scratch);
-  const uint32_t codes_at = metadata_at + static_cast<uint32_t>(teams * plan.stages * kMetadataBytes);
-  const uint32_t full0 = SharedAddress(shared.tile_full) + static_cast<uint32_t>(team * kMaxStages * 8);
-  const int ring0 = team * plan.stages;
+  const uint32_t values = x_shared + static_cast<uint32_t>(plan.depth * plan.boxes * kBoxBytes);
+  const uint32_t all_scratch = values + static_cast<uint32_t>(teams * plan.stages * kValueBytes);
+  const uint32_t all_metadata = all_scratch + static_cast<uint32_t>(teams * plan.scratch);
+  const uint32_t residuals = all_metadata + static_cast<uint32_t>(teams * plan.stages * kMetadataBytes);
+  const uint32_t all_codes = residuals + static_cast<uint32_t>(teams * plan.stages * plan.residual_bytes);
+  const uint32_t tile_full = SharedAddress(shared.tile_full);
+  const uint32_t tile_empty = SharedAddress(shared.tile_empty);
+  const uint32_t box_full = SharedAddress(shared.box_full);
+  const uint32_t box_empty = SharedAddress(shared.box_empty);
 
-  // The team's tile of a unit, or -1.
-  const auto tile_of = [&](int block, int unit_in_block) -> int64_t {
-    const int tile_row = block * plan.height + row;
-    const int tile_col = unit_in_block * plan.depth + place;
-    return tile_row < plan.row_tiles && tile_col < plan.col_tiles
-               ? static_cast<int64_t>(tile_row) * plan.col_tiles + tile_col
-               : -1;
-  };
-  const auto read_info = [&](int64_t tile) {
-    TileInfo info = {};
-    if (tile >= 0 && plan.surplus != 0) {
-      info.code_begin = __ldg(p.code_offsets + tile);
-      info.code_end = __ldg(p.code_offsets + tile + 1);
-      info.residual_begin = __ldg(p.residual_offsets + tile);
-      info.residual_end = __ldg(reinterpret_cast<const uint32_t*>(p.residual_offsets + tile + 1));
+  if (team >= teams) {
+    // The warps that fetch: lanes 0 to 15 the tiles of a team each, lanes 16 to 31 X for a place along K each; those of
+    // one warp are `helpers` apart. Every lane goes its own way; none waits for another.
+    const int helpers = plan.helpers;
+    const bool feeds_x = lane >= 16;
+    const int whose = lane % 16 * helpers + warp - teams * kTeam;
+    const bool active = whose < (feeds_x ? plan.depth : teams);
+    const int my_place = feeds_x ? whose : whose / plan.height;
+    const int my_row = feeds_x ? 0 : whose - my_place * plan.height;
+    const int ring_size = feeds_x ? plan.boxes : plan.stages;
+    const uint32_t ring = static_cast<uint32_t>(whose * (feeds_x ? kMaxBoxes : kMaxStages)) * 8;
+    const uint32_t full0 = (feeds_x ? box_full : tile_full) + ring;
+    const uint32_t empty0 = (feeds_x ? box_empty : tile_empty) + ring;
+    int unit = active ? begin : end;
+    int block = begin / block_units;
+    int unit_in_block = begin - block * block_units;
+    int slot = 0;
+    uint32_t parity = 1;
+    int64_t tile = -1;  // the next one; -1: there is none at that place
+    uint32_t code_begin = 0;
+    uint32_t code_end = 0;
+    uint64_t residual_begin = 0;
+    uint32_t residual_end = 0;
+    const auto tile_at = [&](int of_block, int of_unit) -> int64_t {
+      return of_block * plan.height + my_row < plan.row_tiles && of_unit * plan.depth + my_place < plan.col_tiles
+                 ? TileIndex(plan, of_block, of_unit, my_row, my_place)
+                 : -1;
+    };
+    // What is known about the next tile arrives before its stage is free.
+    const auto look_up = [&] {
+      tile = feeds_x || unit >= end ? -1 : tile_at(block, unit_in_block);
+      if (tile < 0 || plan.surplus == 0) return;
+      code_begin = __ldg(p.code_offsets + tile);
+      code_end = __ldg(p.code_offsets + tile + 1);
+      residual_begin = __ldg(p.residual_offsets + tile);
+      residual_end = __ldg(reinterpret_cast<const uint32_t*>(p.residual_offsets + tile + 1));
+    };
+    // Needs nothing that has to be looked up; the stage's barrier hears of these bytes later, which it allows.
+    const auto fetch_values = [&](int64_t from, int to_slot) {
+      if (from < 0) return;
+      const uint32_t full = full0 + static_cast<uint32_t>(to_slot) * 8;
+      const uint32_t at = static_cast<uint32_t>(whose * plan.stages + to_slot);
+      BulkLoad(values + at * kValueBytes, p.values + from * kValueBytes, kValueBytes, full);
+      BulkLoad(all_metadata + at * kMetadataBytes, p.metadata + from * kMetadataBytes, kMetadataBytes, full);
+    };
+    const auto fetch_rest = [&] {
+      const uint32_t full = full0 + static_cast<uint32_t>(slot) * 8;
+      TileInfo& info = shared.infos[whose * kMaxStages + slot];
+      if (tile < 0) {
+        info = {};
+        BarrierArrive(full);
+        return;
+      }
+      const uint32_t code_bytes = (code_end - code_begin) * kUnitBytes;
+      const uint32_t residual = residual_end - static_cast<uint32_t>(residual_begin);
+      info = {code_bytes, residual, code_begin, static_cast<uint32_t>(residual_begin)};
+      const uint32_t at = static_cast<uint32_t>(whose * plan.stages + slot);
+      const bool stage_codes = code_bytes > 0 && code_bytes <= static_cast<uint32_t>(plan.code_bytes);
+      const uint64_t window = residual_begin & ~uint64_t{7};
+      const uint32_t window_bytes = ((static_cast<uint32_t>(residual_begin) & 7u) + residual + 7) / 8 * 16;
+      const bool stage_residual = residual > 0 && window_bytes <= kResidualBytes;
+      BarrierArriveExpect(full, kValueBytes + kMetadataBytes + (stage_codes ? code_bytes : 0) +
+                                    (stage_residual ? 2 * window_bytes : 0));
+      if (stage_codes) {
+        BulkLoad(all_codes + at * static_cast<uint32_t>(plan.code_bytes), p.codes + uint64_t{code_begin} * kUnitBytes,
+                 code_bytes, full);
+      }
+      if (stage_residual) {
+        const uint32_t to = residuals + at * static_cast<uint32_t>(plan.residual_bytes);
+        BulkLoad(to, p.residual_positions + window, window_bytes, full);
+        BulkLoad(to + kResidualBytes, p.residual_values + window, window_bytes, full);
+      }
+    };
+    const auto fetch_box = [&] {
+      const uint32_t full = full0 + static_cast<uint32_t>(slot) * 8;
+      const uint32_t to = x_shared + static_cast<uint32_t>((whose * plan.boxes + slot) * kBoxBytes);
+      const int column = (unit_in_block * plan.depth + my_place) * 128;
+      BarrierArriveExpect(full, kBoxBytes);
+      TensorLoad2d(to, &x_map, column, 0, full);
+      TensorLoad2d(to + kTokens * 128, &x_map, column + kActivationBoxCols, 0, full);
+    };
+    const auto advance = [&] {
+      ++unit;
+      if (++unit_in_block == block_units) {
+        unit_in_block = 0;
+        ++block;
+      }
+      if (++slot == ring_size) {
+        slot = 0;
+        parity ^= 1;
+      }
+      look_up();
+    };
+    look_up();
+    if (active) {
+      for (int i = 0; i < ring_size; ++i) {
+        BarrierInit(full0 + static_cast<uint32_t>(i) * 8, 1);
+        BarrierInit(empty0 + static_cast<uint32_t>(i) * 8, feeds_x ? static_cast<uint32_t>(plan.height) : 1u);
+      }
+      BarrierInitFence();
+      if (feeds_x) {
+        PrefetchTensorMap(&x_map);
+      } else {
+        // The weights do not depend on earlier kernels: start them before anything else.
+        int first_block = block;
+        int first_unit = unit_in_block;
+        for (int i = 0; i < plan.stages && begin + i < end; ++i) {
+          fetch_values(tile_at(first_block, first_unit), i);
+          if (++first_unit == block_units) {
+            first_unit = 0;
+            ++first_block;
+          }
+        }
+      }
     }
-    return info;
-  };
-  // One lane of the team: a tile into a stage. One that is not there completes its barrier at once, so that every unit
-  // does.
-  const auto fetch = [&](int64_t tile, const TileInfo& info, int stage) {
-    const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
-    if (tile < 0) {
-      BarrierArrive(full);
-      return;
+    __syncthreads();
+    if (feeds_x) {
+      WaitForPrerequisites();
+    } else {
+      for (int i = 0; i < plan.stages && unit < end; ++i) {
+        fetch_rest();
+        advance();
+      }
     }
-    const uint32_t code_bytes = (info.code_end - info.code_begin) * kUnitBytes;
-    const bool staged = code_bytes > 0 && code_bytes <= static_cast<uint32_t>(plan.code_bytes);
-    const uint32_t at = static_cast<uint32_t>(ring0 + stage);
-    BarrierArriveExpect(full, kValueBytes + kMetadataBytes + (staged ? code_bytes : 0));
-    BulkLoad(x_shared + values_at + at * kValueBytes, p.values + tile * kValueBytes, kValueBytes, full);
-    BulkLoad(x_shared + metadata_at + at * kMetadataBytes, p.metadata + tile * kMetadataBytes, kMetadataBytes, full);
-    if (staged) {
-      BulkLoad(x_shared + codes_at + at * static_cast<uint32_t>(plan.code_bytes),
-               p.codes + uint64_t{info.code_begin} * kUnitBytes, code_bytes, full);
+    while (__any_sync(~0u, unit < end)) {
+      if (unit < end && BarrierTest(empty0 + static_cast<uint32_t>(slot) * 8, parity)) {
+        if (feeds_x) {
+          fetch_box();
+        } else {
+          fetch_values(tile, slot);
+          fetch_rest();
+        }
+        advance();
+      } else {
+        __nanosleep(20);
+      }
     }
-  };
+    return;
+  }
 
-  // The unit that the team fetches next.
-  int ahead = begin;
-  int ahead_block = begin / block_units;
-  int ahead_unit = begin - ahead_block * block_units;
-  const auto advance = [&] {
-    ++ahead;
-    if (++ahead_unit == block_units) {
-      ahead_unit = 0;
-      ++ahead_block;
-    }
-  };
-  TileInfo* const infos = shared.infos + warp * kMaxStages;
-  const uint32_t scratch = x_shared + scratch_at + static_cast<uint32_t>(team * plan.scratch);
+  const uint32_t scratch = all_scratch + static_cast<uint32_t>(team * plan.scratch);
   // Zeroes this warp's half of the first `bytes` of scratch.
   const auto zero_scratch = [&](int bytes) {
     for (int i = role * bytes / 2 + lane * 16; i < (role + 1) * bytes / 2; i += 512) {
       ZeroShared128(scratch + static_cast<uint32_t>(i));
     }
   };
-  if (team < teams) {
-    // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches unit s.
-    int64_t tile = -1;
-    int fetched = 0;
-    for (; fetched < plan.stages && ahead < end; ++fetched, advance()) {
-      if (lane == fetched) tile = tile_of(ahead_block, ahead_unit);
-    }
-    if (role == 0 && lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
-    BarrierInitFence();
-    __syncwarp();
-    if (lane < fetched) {
-      const TileInfo info = read_info(tile);
-      if (role == 0) fetch(tile, info, lane);
-      infos[lane] = info;
-    }
-    if (plan.surplus != 0) zero_scratch(kValueBytes);
-  } else if (lane == 0) {
-    PrefetchTensorMap(&x_map);
-    for (int i = 0; i < plan.depth * plan.boxes; ++i) {
-      const int at = i / plan.boxes * kMaxBoxes + i % plan.boxes;
-      BarrierInit(SharedAddress(shared.box_full + at), 1);
-      BarrierInit(SharedAddress(shared.box_empty + at), static_cast<uint32_t>(plan.height));
-    }
-    BarrierInitFence();
-  }
+  if (plan.surplus != 0) zero_scratch(kValueBytes);
   __syncthreads();
-
-  if (team == teams) {
-    if (lane != 0) return;
-    WaitForPrerequisites();
-    int slot = 0;
-    uint32_t parity = 1;
-#pragma unroll 1
-    for (int unit = begin; unit < end; ++unit) {
-#pragma unroll 1
-      for (int at = 0; at < plan.depth; ++at) {
-        const uint32_t barrier = static_cast<uint32_t>(at * kMaxBoxes + slot) * 8;
-        const uint32_t full = SharedAddress(shared.box_full) + barrier;
-        const uint32_t to = x_shared + static_cast<uint32_t>((at * plan.boxes + slot) * kBoxBytes);
-        const int column = (ahead_unit * plan.depth + at) * 128;
-        BarrierWait(SharedAddress(shared.box_empty) + barrier, parity);
-        BarrierArriveExpect(full, kBoxBytes);
-        TensorLoad2d(to, &x_map, column, 0, full);
-        TensorLoad2d(to + kTokens * 128, &x_map, column + kActivationBoxCols, 0, full);
-      }
-      advance();
-      if (++slot == plan.boxes) {
-        slot = 0;
-        parity ^= 1;
-      }
-    }
-    return;
-  }
 
   float sum[kWarpStrips][kTiles][4];
 #pragma unroll
@@ -450,10 +532,11 @@ __global__ __launch_bounds__((kMaxTeams * kTeam + 1) * 32,
   // ldmatrix: lane l addresses row l % 8 of unit l / 8.
   const uint32_t x_lane = x_shared + static_cast<uint32_t>(place * plan.boxes * kBoxBytes + lane % 8 * 128 +
                                                            (((lane / 8) ^ (lane % 8)) * 16));
-  const uint32_t box_full = SharedAddress(shared.box_full + place * kMaxBoxes);
-  const uint32_t box_empty = SharedAddress(shared.box_empty + place * kMaxBoxes);
+  const uint32_t tile_barrier = static_cast<uint32_t>(team * kMaxStages) * 8;
+  const uint32_t box_barrier = static_cast<uint32_t>(place * kMaxBoxes) * 8;
   const uint32_t half = static_cast<uint32_t>(role * kWarpStrips);  // the first of this warp's strips
   const int thread = 2 * lane + role;                               // even and odd threads: 32 banks each
+  const auto index = static_cast<uint32_t>(role * 32 + lane);
   int stage = 0;
   uint32_t stage_parity = 0;
   int slot = 0;
@@ -463,73 +546,60 @@ __global__ __launch_bounds__((kMaxTeams * kTeam + 1) * 32,
   bool from_start = unit_in_block == 0;  // the segment begins where the block does
 #pragma unroll 1
   for (int unit = begin; unit < end; ++unit) {
-    // What is known about the tile that will refill this stage arrives while this one is being worked on.
-    const bool refill = ahead < end;
-    int64_t next_tile = -1;
-    TileInfo next = {};
-    if (refill) {
-      next_tile = tile_of(ahead_block, ahead_unit);
-      next = read_info(next_tile);
-      advance();
-    }
+    const uint32_t ring = static_cast<uint32_t>(team * plan.stages + stage);
+    const uint32_t kept = values + ring * kValueBytes;
+    const uint32_t metadata = all_metadata + ring * kMetadataBytes;
     const bool present =
         block * plan.height + row < plan.row_tiles && unit_in_block * plan.depth + place < plan.col_tiles;
-    const uint32_t ring = static_cast<uint32_t>(ring0 + stage);
-    const uint32_t kept = x_shared + values_at + ring * kValueBytes;
-    const uint32_t metadata = x_shared + metadata_at + ring * kMetadataBytes;
-    const TileInfo& info = infos[stage];
-    const int code_bytes = static_cast<int>(info.code_end - info.code_begin) * kUnitBytes;
-    const uint64_t residual_begin = info.residual_begin;
-    const uint32_t residual = info.residual_end - static_cast<uint32_t>(residual_begin);
-    const bool surplus = code_bytes > 0 || residual > 0;
-    const auto index = static_cast<uint32_t>(role * 32 + lane);
-    uint32_t position = 0;
-    uint32_t value = 0;
-    if (index < residual) {  // the first round of the residual arrives early
-      position = __ldg(p.residual_positions + residual_begin + index);
-      value = __ldg(p.residual_values + residual_begin + index);
-    }
-    BarrierWait(full0 + static_cast<uint32_t>(stage * 8), stage_parity);
-    if (surplus) {
-      if (code_bytes > 0) {
-        const int units = (code_bytes - static_cast<int>(kFirstBytes)) / kUnitBytes;
-        if (code_bytes <= plan.code_bytes) {
-          MoveParked<true>(x_shared + codes_at + ring * static_cast<uint32_t>(plan.code_bytes), nullptr, units, kept,
-                           scratch, thread);
+    BarrierWait(tile_full + tile_barrier + static_cast<uint32_t>(stage) * 8, stage_parity);
+    bool surplus = false;
+    if (plan.surplus != 0) {
+      const TileInfo info = shared.infos[team * kMaxStages + stage];
+      surplus = (info.code_bytes | info.residual) != 0;
+      if (info.code_bytes > 0) {
+        const int units = (static_cast<int>(info.code_bytes) - static_cast<int>(kFirstBytes)) / kUnitBytes;
+        if (info.code_bytes <= static_cast<uint32_t>(plan.code_bytes)) {
+          MoveParked<true>(all_codes + ring * static_cast<uint32_t>(plan.code_bytes), nullptr, units, kept, scratch,
+                           thread);
         } else {
           MoveParked<false>(0, p.codes + uint64_t{info.code_begin} * kUnitBytes, units, kept, scratch, thread);
         }
+        AsyncProxyFence();
       }
-      if (residual > 0) {
-        if (index < residual) PlaceResidual(position, value, metadata, scratch);
+      if (info.residual > 0) {
+        const uint32_t skip = info.residual_begin & 7u;
+        if (skip + info.residual <= kResidualBytes / 2) {
+          const uint32_t from = residuals + ring * static_cast<uint32_t>(plan.residual_bytes) + skip * 2;
 #pragma unroll 1
-        for (uint32_t i = index + 64; i < residual; i += 64) {
-          PlaceResidual(__ldg(p.residual_positions + residual_begin + i), __ldg(p.residual_values + residual_begin + i),
-                        metadata, scratch);
+          for (uint32_t i = index; i < info.residual; i += kTeam * 32) {
+            PlaceResidual(LoadShared16(from + i * 2), LoadShared16(from + kResidualBytes + i * 2), metadata, scratch);
+          }
+        } else {
+          const uint64_t from = __ldg(p.residual_offsets + TileIndex(plan, block, unit_in_block, row, place));
+#pragma unroll 1
+          for (uint32_t i = index; i < info.residual; i += kTeam * 32) {
+            PlaceResidual(__ldg(p.residual_positions + from + i), __ldg(p.residual_values + from + i), metadata,
+                          scratch);
+          }
         }
       }
-      NamedBarrier(kTeamBarrier + team, kTeam * 32);  // W_t and W_r are complete
+      if (surplus) NamedBarrier(kTeamBarrier + team, kTeam * 32);  // W_t and W_r are complete
     }
-    BarrierWait(box_full + static_cast<uint32_t>(slot * 8), slot_parity);
+    BarrierWait(box_full + box_barrier + static_cast<uint32_t>(slot) * 8, slot_parity);
     if (present) {
       const uint32_t x_box = x_lane + static_cast<uint32_t>(slot * kBoxBytes);
       const uint32_t at = half * (kSteps * 512);
       if (surplus) {
         MultiplyStrips<kIsBf16, kTokens, true>(sum, kept + at, scratch + at, metadata + half * 256, x_box, lane);
-        AsyncProxyFence();
       } else {
         MultiplyStrips<kIsBf16, kTokens, false>(sum, kept + at, scratch + at, metadata + half * 256, x_box, lane);
       }
     }
     NamedBarrier(kTeamBarrier + team, kTeam * 32);  // the team is done with the stage, the box and W_r
-    if (lane == 0) {
-      if (role == 0) {
-        BarrierArrive(box_empty + static_cast<uint32_t>(slot * 8));
-        if (refill) fetch(next_tile, next, stage);
-      }
-      infos[stage] = next;
+    if (role == 0 && lane == 0) {
+      BarrierArrive(tile_empty + tile_barrier + static_cast<uint32_t>(stage) * 8);
+      BarrierArrive(box_empty + box_barrier + static_cast<uint32_t>(slot) * 8);
     }
-    __syncwarp();
     if (++stage == plan.stages) {
       stage = 0;
       stage_parity ^= 1;
@@ -548,7 +618,7 @@ __global__ __launch_bounds__((kMaxTeams * kTeam + 1) * 32,
       float4* const partial =
           p.partials + (static_cast<int64_t>(plan.Partial(cta, block)) * plan.height + row) * kStrips * kTiles * 32;
       const int members = plan.depth * kTeam;
-      const auto* const first = reinterpret_cast<const float*>(dynamic + scratch_at + row * plan.scratch);
+      const auto* const first = reinterpret_cast<const float*>(dynamic + (all_scratch - x_shared) + row * plan.scratch);
 #pragma unroll
       for (int round = 0; round < kWarpStrips / kRoundStrips; ++round) {
         if (round > 0) NamedBarrier(kRowBarrier + row, members * 32);
@@ -723,7 +793,7 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
   SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.plan.ctas));
-  config.blockDim = dim3(static_cast<unsigned>((p.plan.teams() * kTeam + 1) * 32));
+  config.blockDim = dim3(static_cast<unsigned>((p.plan.teams() * kTeam + p.plan.helpers) * 32));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute attribute;
