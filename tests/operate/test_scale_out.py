@@ -324,6 +324,8 @@ def test_a_gateway_routes_by_header(binary: Path, repository: Path, tmp_path: Pa
                 for layer in LAYERS:
                     assert_right(layer, client.matmul(layer, X))
                     assert client.get(layer).name == layer
+                    with client.stream(layer=layer) as stream:
+                        assert_right(layer, stream.matmul(layer, X).result(20))
                 with pytest.raises(spmmd.SpmmdError) as caught:
                     client.matmul("no/such", X)
                 assert caught.value.code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN)

@@ -303,14 +303,16 @@ class Client:
         request = matmul_pb2.UnregisterProgramRequest(program_id=program.id)
         self._call(self._matmul.UnregisterProgram, request, timeout)
 
-    def stream(self, *, max_in_flight: int = 64) -> Stream:
+    def stream(self, *, max_in_flight: int = 64, layer: str = "") -> Stream:
         """A pipelined stream of requests, answered as they finish.
 
         Args:
           max_in_flight: submissions beyond this many unanswered ones wait.
+          layer: what a gateway routes the stream by, to the layer's shard; without one it means nothing.
         """
+        metadata = with_layer(self._metadata, layer)
         return Stream(
-            lambda requests: self._matmul.ExecuteStream(requests, metadata=self._metadata), max_in_flight=max_in_flight
+            lambda requests: self._matmul.ExecuteStream(requests, metadata=metadata), max_in_flight=max_in_flight
         )
 
     # ---- the server
