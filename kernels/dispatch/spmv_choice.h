@@ -11,8 +11,8 @@ namespace spmmd {
 
 enum class SpmvKernel : uint8_t { kSpmv, kSpmspv, kDense };
 
-// Microseconds of one launch: fixed + per_mib * MiB read + per_mi_element * Mi dense elements decoded. The last is 0
-// for kernels that memory limits everywhere.
+// Microseconds of one launch: fixed + per_mib * MiB read + per_mi_element * Mi elements decoded. Those are the nonzeros
+// for SpMV, the dense elements of the active columns for SpMspV, which decodes in lockstep, and none for dense.
 struct SpmvCost {
   double fixed_us = 0;
   double us_per_mib = 0;
@@ -27,16 +27,18 @@ struct SpmvTuning {
   SpmvCost dense;
 };
 
-// Measured on an H200 (4.6 TB/s when reading only).
-SpmvTuning H200SpmvTuning();
+// Measured on an H200 (4.7 TB/s when reading only). `chained`: launches with SPMMD_CUDA_FLAG_CHAIN, whose start hides
+// behind the kernel before them; dense is charged the same, it has no such launch.
+SpmvTuning H200SpmvTuning(bool chained = false);
 
 // The same kernels on a device that reads `bytes_per_second` at best: what depends on bytes scales, the rest stays.
-SpmvTuning ScaledSpmvTuning(double bytes_per_second);
+SpmvTuning ScaledSpmvTuning(double bytes_per_second, bool chained = false);
 
 // What is resident of a layer W [m, k]; 0 bytes: no such copy.
 struct SpmvCopies {
   int64_t m = 0;
   int64_t k = 0;
+  int64_t nnz = 0;
   int64_t row_stream_bytes = 0;
   int64_t column_piece_bytes = 0;
   int64_t dense_bytes = 0;
