@@ -30,6 +30,10 @@ constexpr char kServiceConfig[] = R"({
 
 ClientOptions Balanced(ClientOptions options) {
   options.channel_arguments.SetServiceConfigJSON(kServiceConfig);
+  // gRPC's own 30 s between look-ups and up to 120 s between attempts are longer than a rollout takes.
+  options.channel_arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, 5000);
+  options.channel_arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 200);
+  options.channel_arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5000);
   return options;
 }
 

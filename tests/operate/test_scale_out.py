@@ -266,6 +266,37 @@ def test_the_number_of_shards_changes_under_load(binary: Path, repository: Path,
         assert len({clients[0].shard_of(layer) for layer in LAYERS}) == after
 
 
+def test_the_whole_way_from_two_shards_to_three(binary: Path, repository: Path) -> None:
+    """The steps of docs/scale-out.md with two replicas of each shard, under load: no caller notices."""
+    with ExitStack() as stack:
+
+        def start(index: int, count: int, port: int) -> LocalServer:
+            flags = (f"--shard-index={index}", f"--shard-count={count}", "--drain-delay=1s")
+            return stack.enter_context(server(binary, repository, *flags, port=port))
+
+        ports = [[free_port(), free_port()] for _ in range(3)]
+        addresses = [[f"127.0.0.1:{port}" for port in pair] for pair in ports]
+        running = {(i, port): start(i, 2, port) for i in (0, 1) for port in ports[i]}
+        client = stack.enter_context(spmmd.ShardedClient(addresses[:2]))
+        with Caller(client) as caller:
+            caller.wait(30)
+            for port in ports[2]:  # 1. the new shard, beside the old ones
+                running[2, port] = start(2, 3, port)
+            caller.wait(30)
+            client.reshard(addresses)  # 2. the clients
+            caller.wait(30)
+            for port in ports[0]:  # 3. an old shard (the other goes the same way), one pod after the other
+                running[0, port].stop()
+                one = running[0, port] = start(0, 3, port)
+                while executed(one) == 0:  # what minReadySeconds is for: clients find it
+                    caller.wait(10)
+            assert not caller.errors
+        for (i, _), one in running.items():
+            with spmmd.Client(one.address) as direct:
+                count = 2 if i == 1 else 3
+                assert {layer.name for layer in direct.list()} == {n for n in LAYERS if spmmd.shard_of(n, count) == i}
+
+
 def test_uploads_go_to_every_replica_of_the_shard(binary: Path, repository: Path) -> None:
     with ExitStack() as stack:
         addresses = [

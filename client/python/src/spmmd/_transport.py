@@ -78,7 +78,13 @@ _BALANCE = json.dumps(
 def channel_options(tls: Tls | None, balance: bool = False) -> list[tuple[str, str | int]]:
     options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
     if balance:
-        options.append(("grpc.service_config", _BALANCE))
+        options += [
+            ("grpc.service_config", _BALANCE),
+            # gRPC's own 30 s between look-ups and up to 120 s between attempts are longer than a rollout takes.
+            ("grpc.dns_min_time_between_resolutions_ms", 5000),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.max_reconnect_backoff_ms", 5000),
+        ]
     if tls is not None and tls.server_name is not None:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
     return options
