@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from unit.fake_server import FakeServer
 
 import spmmd
-from spmmd.sharding import target_of
+from spmmd.sharding import replicas_of, target_of
 
 COUNTS = (1, 2, 3, 5, 8, 100)
 # The same table is in tests/proto/shard_test.cc.
@@ -59,6 +60,31 @@ def test_targets() -> None:
         target_of(["127.0.0.1:1", "[::1]:2"])
     with pytest.raises(ValueError, match="at least one"):
         target_of([])
+
+
+def test_replicas_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolves_to(*addresses: str) -> Sequence[str]:
+        found = [
+            (socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 8500))
+            for address in addresses
+        ]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: found)
+        return replicas_of("dns:///spmmd-shard-0-headless.ns.svc:8500")
+
+    assert resolves_to("10.0.0.2", "10.0.0.1") == ["10.0.0.1:8500", "10.0.0.2:8500"]
+    # Every pod has an address of each family: once is enough.
+    assert resolves_to("10.0.0.2", "10.0.0.1", "fd00::1", "fd00::2") == ["10.0.0.1:8500", "10.0.0.2:8500"]
+    assert resolves_to("fd00::2", "fd00::1") == ["[fd00::1]:8500", "[fd00::2]:8500"]
+    assert resolves_to("127.0.0.1", "::1") == ["dns:///spmmd-shard-0-headless.ns.svc:8500"]
+    assert replicas_of("unix:/run/s") == ["unix:/run/s"]
+    assert replicas_of(["a:1", "b:1"]) == ["a:1", "b:1"]
+
+    def fails(*_args: object, **_options: object) -> None:
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    with pytest.raises(spmmd.UnavailableError, match="no such name"):
+        replicas_of("nowhere:8500")
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ class ShardedClient:
             settings = tls if isinstance(tls, Tls) else Tls()
             options["tls"] = replace(settings, server_name=settings.server_name or _host_and_port(shard)[0])
         results = []
-        for address in _replicas(shard):
+        for address in replicas_of(shard):
             with Client(address, **options) as client:
                 results.append(call(client))
         return results
@@ -221,7 +221,7 @@ def _host_and_port(address: str) -> tuple[str, str]:
     return host.strip("[]"), port
 
 
-def _replicas(shard: str | Sequence[str]) -> Sequence[str]:
+def replicas_of(shard: str | Sequence[str]) -> Sequence[str]:
     """Addresses of the replicas that are there now."""
     if not isinstance(shard, str):
         return shard
@@ -232,4 +232,8 @@ def _replicas(shard: str | Sequence[str]) -> Sequence[str]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise UnavailableError(grpc.StatusCode.UNAVAILABLE, f"shard '{shard}': {error}") from None
-    return sorted({f"[{a[4][0]}]:{port}" if a[0] == socket.AF_INET6 else f"{a[4][0]}:{port}" for a in found})
+    v4 = {f"{a[4][0]}:{port}" for a in found if a[0] == socket.AF_INET}
+    v6 = {f"[{a[4][0]}]:{port}" for a in found if a[0] == socket.AF_INET6}
+    if len(v4) <= 1 and len(v6) <= 1:
+        return [shard]  # one server, whatever its families
+    return sorted(v4 or v6)
