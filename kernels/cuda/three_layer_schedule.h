@@ -29,36 +29,42 @@ struct Plan {
   int ctas;
   int height;
   int depth;
-  int helpers;     // warps that fetch
-  int stages;      // tiles that a team has in shared memory or on their way there
-  int boxes;       // tiles of X in shared memory for each place along K
-  int code_bytes;  // that a stage has room for
-  int residual_bytes;
-  int scratch;  // bytes a team: W_r, and sums on their way between teams
-  int surplus;  // 0: no tile of the layer has any
+  int helpers;         // warps that fetch
+  int stages;          // tiles that a team has in shared memory or on their way there
+  int boxes;           // tiles of X in shared memory for each place along K
+  int code_bytes;      // that a stage has room for
+  int residual_bytes;  // that a stage has room for
+  int scratch;         // bytes a team: W_r, and sums on their way between teams
+  int surplus;         // 0: no tile of the layer has any
+  int block_units;     // units of a block
+  int share;           // units of a CTA; the first `extra` have one more
+  int extra;
 
   SPMMD_HOST_DEVICE int teams() const { return height * depth; }
   SPMMD_HOST_DEVICE int blocks() const { return (row_tiles + height - 1) / height; }
-  SPMMD_HOST_DEVICE int block_units() const { return (col_tiles + depth - 1) / depth; }
-  SPMMD_HOST_DEVICE int units() const { return blocks() * block_units(); }
-  SPMMD_HOST_DEVICE int Begin(int cta) const {
-    const int all = units();
-    return cta * (all / ctas) + Min(cta, all % ctas);
-  }
+  SPMMD_HOST_DEVICE int units() const { return blocks() * block_units; }
+  SPMMD_HOST_DEVICE int Begin(int cta) const { return cta * share + Min(cta, extra); }
   // The CTA that has `unit`.
   SPMMD_HOST_DEVICE int Owner(int unit) const {
-    const int all = units();
-    const int share = all / ctas;
-    const int longer = all % ctas * (share + 1);
-    return unit < longer ? unit / (share + 1) : all % ctas + (unit - longer) / share;
+    const int longer = extra * (share + 1);
+    return unit < longer ? unit / (share + 1) : extra + (unit - longer) / share;
   }
   // The first and the last CTA that have a segment of `block`; equal when there is nothing to add up.
   SPMMD_HOST_DEVICE IntPair Owners(int block) const {
-    return IntPair{Owner(block * block_units()), Owner((block + 1) * block_units() - 1)};
+    return IntPair{Owner(block * block_units), Owner((block + 1) * block_units - 1)};
   }
   // Which of the partial sums a CTA's segment of `block` is, when it is one: only its first and last segment can be.
   SPMMD_HOST_DEVICE int Partial(int cta, int block) const {
-    return cta * kPartialsPerCta + (Begin(cta) >= block * block_units() ? 0 : 1);
+    return cta * kPartialsPerCta + (Begin(cta) >= block * block_units ? 0 : 1);
+  }
+
+  // Cuts the matrix for at most `most_ctas` CTAs.
+  void Cut(int most_ctas) {
+    block_units = (col_tiles + depth - 1) / depth;
+    const int all = units();
+    ctas = std::min(most_ctas, all);
+    share = all / ctas;
+    extra = all % ctas;
   }
 };
 
@@ -70,12 +76,21 @@ inline int64_t SharedBytes(const Plan& plan, int tokens) {
 }
 
 // variant: 0 for the usual cut, 1 to 12 for others that benchmarks try.
+//
+// Measured on an H200: few rows of tiles want teams along K, which keeps partial sums few; many want them along M,
+// which reads X less often, the more so the more tokens there are.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_tiles, int64_t col_tiles, int tokens,
                      int64_t max_code_bytes, bool surplus, int variant) {
   constexpr struct {
     int height, depth, stages;
-  } kCuts[] = {{2, 3, 2}, {3, 2, 2}, {6, 1, 2}, {1, 6, 2}, {7, 1, 2}, {1, 7, 1},
-               {2, 3, 1}, {3, 2, 1}, {7, 1, 1}, {2, 2, 3}, {2, 3, 3}, {5, 1, 2}};
+  } kCuts[] = {{2, 3, 2}, {3, 2, 2}, {6, 1, 2}, {1, 6, 2}, {2, 2, 3}, {1, 4, 3},
+               {1, 5, 2}, {2, 2, 2}, {4, 1, 3}, {5, 1, 2}, {2, 3, 3}, {1, 7, 2}};
+  const auto usual = [&]() -> size_t {
+    const bool few_rows = row_tiles < 96;
+    if (few_rows) return tokens == 32 || !surplus ? 4 : 3;
+    if (!surplus) return tokens <= 32 ? 4 : 1;
+    return tokens == 64 && row_tiles >= 256 ? 2 : 1;
+  };
   Plan plan = {};
   plan.row_tiles = static_cast<int>(row_tiles);
   plan.col_tiles = static_cast<int>(col_tiles);
@@ -84,7 +99,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   plan.residual_bytes = surplus ? static_cast<int>(kResidualBytes) : 0;
   // Sums of all four strips at once, but of N = 64 half of them.
   plan.scratch = surplus ? static_cast<int>(kValueBytes) : std::min(tokens * 256, static_cast<int>(kValueBytes));
-  const auto& cut = kCuts[variant > 0 && variant <= 12 ? variant - 1 : tokens <= 32 ? 1 : 2];
+  const auto& cut = kCuts[variant > 0 && variant <= 12 ? static_cast<size_t>(variant - 1) : usual()];
   plan.height = cut.height;
   plan.depth = cut.depth;
   plan.stages = cut.stages;
@@ -94,8 +109,9 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   while (!fits() && plan.stages > 1) --plan.stages;
   while (!fits() && plan.height > 1) --plan.height;
   while (!fits() && plan.depth > 1) --plan.depth;
-  plan.helpers = std::min(4, kMaxWarps - 2 * plan.teams());
-  plan.ctas = static_cast<int>(std::min<int64_t>(multiprocessors, plan.units()));
+  // With more than 16 tokens two, so that the second kernel finds registers while the first one runs.
+  plan.helpers = std::min(tokens > 16 ? 2 : 4, kMaxWarps - 2 * plan.teams());
+  plan.Cut(multiprocessors);
   return plan;
 }
 

@@ -352,7 +352,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmThreeLayer(const __grid
   const int teams = plan.teams();
   const int place = team / plan.height;
   const int row = team - place * plan.height;
-  const int block_units = plan.block_units();
+  const int block_units = plan.block_units;
   const int cta = static_cast<int>(blockIdx.x);
   const int begin = plan.Begin(cta);
   const int end = plan.Begin(cta + 1);
@@ -504,7 +504,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmThreeLayer(const __grid
         }
         advance();
       } else {
-        __nanosleep(20);
+        __nanosleep(32);
       }
     }
     return;
@@ -803,7 +803,7 @@ Status LaunchPart(const spmmd_cuda_layer& layer, const Call& call, const void* x
   config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
   SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
   // Parts of blocks are left unless every CTA ends where a block does.
-  if (p.plan.units() % p.plan.ctas != 0 || p.plan.units() / p.plan.ctas % p.plan.block_units() != 0) {
+  if (p.plan.extra != 0 || p.plan.share % p.plan.block_units != 0) {
     const int64_t items = int64_t{p.plan.row_tiles} * kStrips * (padded / 8);
     config.gridDim = dim3(static_cast<unsigned>(CeilDiv(items, 8)));
     config.blockDim = dim3(256);

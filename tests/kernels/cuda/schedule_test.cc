@@ -186,9 +186,9 @@ void CheckThreeLayer(const three_layer_plan::Plan &plan) {
     ASSERT_LT(plan.Begin(cta), plan.Begin(cta + 1));
     std::set<int> own;
     for (int unit = plan.Begin(cta); unit < plan.Begin(cta + 1);) {
-      const int block = unit / plan.block_units();
-      const int end = std::min(plan.Begin(cta + 1), (block + 1) * plan.block_units());
-      const bool is_whole = end - unit == plan.block_units();
+      const int block = unit / plan.block_units;
+      const int end = std::min(plan.Begin(cta + 1), (block + 1) * plan.block_units);
+      const bool is_whole = end - unit == plan.block_units;
       for (; unit < end; ++unit) {
         ++visits[static_cast<size_t>(unit)];
         ASSERT_EQ(plan.Owner(unit), cta);
@@ -235,7 +235,7 @@ TEST(ThreeLayerSchedule, MultipliesEveryTileOnceAndAddsEveryPartOnce) {
         ASSERT_LE(plan.stages, three_layer_plan::kMaxStages);
         ASSERT_LE(plan.boxes, three_layer_plan::kMaxBoxes);
         ASSERT_GE(int64_t{plan.blocks()} * plan.height, row_tiles);
-        ASSERT_GE(int64_t{plan.block_units()} * plan.depth, col_tiles);
+        ASSERT_GE(int64_t{plan.block_units} * plan.depth, col_tiles);
         ASSERT_LE(three_layer_plan::SharedBytes(plan, tokens), kSharedBytes);
         ASSERT_LE(plan.ctas, multiprocessors);
         CheckThreeLayer(plan);
