@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "kernels/base/thread_pool.h"
+#include "kernels/bench/dense_column_skip.h"
 #include "kernels/cuda/spmmd_cuda.h"
 #include "kernels/format/column_piece.h"
 #include "kernels/format/dense.h"
@@ -52,6 +53,7 @@ T* DeviceAlloc(size_t count) {
 }
 
 constexpr uint64_t kWorkspaceBytes = 64 << 20;
+constexpr int kMultiprocessors = 132;   // of the H200 that the figures are for
 constexpr int kVectors = 8;             // different x in rotation
 constexpr double kRotateBytes = 240e6;  // four times the L2 of an H200
 
@@ -196,6 +198,10 @@ struct Options {
   std::vector<int> tokens = {1};
   std::vector<double> activation_sparsities;  // SpMspV when given, SpMV otherwise
   bool sweep = false;
+  std::vector<int> variants = {-1};          // of the kernel; -1 is its own choice
+  std::vector<std::pair<int, int>> tilings;  // SpMV: rows and warps a tile; empty: the packer's choice
+  std::vector<row_stream::Coding> codings;   // bf16 SpMV; empty: all
+  std::vector<uint32_t> chains = {0, SPMMD_CUDA_FLAG_CHAIN};
   int group = 1;  // rows of W as so many layers in one launch, beside dense cuBLAS on all of them at once
   int group_warps = 10;
   bool celty = false;
@@ -439,10 +445,10 @@ class Bench {
         const Activations sparse_x = MakeActivations(shape.k, max_tokens, dtype, zeros);
         const Reference reference = MakeReference(w.view(), sparse_x.first);
         for (const uint32_t mode : {0u, SPMMD_CUDA_FLAG_ACCUMULATE}) {
-          for (const uint32_t chain : {0u, SPMMD_CUDA_FLAG_CHAIN}) {
+          for (const uint32_t chain : options_.chains) {
             double best = 1e30;
             int best_variant = 0;
-            for (int variant = options_.sweep ? 0 : -1; variant < (options_.sweep ? 4 : 0); ++variant) {
+            for (const int variant : options_.variants) {
               const double us = measure(pieces, sparse_x, reference, "column_piece_spmspv", mode | chain, variant, 1);
               if (us < best) {
                 best = us;
@@ -453,6 +459,9 @@ class Bench {
                         static_cast<long>(shape.k), std::string(Name(dtype)).c_str(), sparsity, zeros,
                         mode != 0 ? "accumulate" : "overwrite", chain != 0 ? "+chain" : "", best, best_variant);
           }
+        }
+        if (dtype == DType::kF16 && options_.group == 1) {
+          MeasureColumnSkip(w, shape, sparsity, sparse_x, reference, y, dense_gemm, timer);
         }
         for (int variant = 0; options_.celty && variant < (options_.sweep ? 10 : 2); ++variant) {
           measure(columns, sparse_x, reference, "rlc_csc_spmspv", 0u, variant, 1);
@@ -472,21 +481,29 @@ class Bench {
         std::vector<std::optional<row_stream::Coding>> codings = {std::nullopt};
         if (dtype == DType::kBf16) {
           codings = {row_stream::Coding::kVerbatim, row_stream::Coding::kCode2, row_stream::Coding::kCode3};
+          if (!options_.codings.empty()) codings.assign(options_.codings.begin(), options_.codings.end());
         }
+        std::vector<std::pair<int, int>> tilings = options_.tilings;
+        if (tilings.empty()) tilings.emplace_back(0, 0);
         for (const auto& coding : codings) {
-          row_stream::Options tuning;
-          tuning.coding = coding;
-          const std::vector<PackedLayer> packed = Parts(w, [&](const DenseView& part) {
-            row_stream::Options own = tuning;
-            own.multiprocessors = std::max(1, 132 / options_.group);
-            if (options_.group > 1) own.warps = options_.group_warps;
-            return row_stream::Pack(part, {}, own).value();
-          });
-          for (const int tokens : options_.tokens) {
-            measure_spmv(packed, -1, 0u, tokens);
-            measure_spmv(packed, -1, SPMMD_CUDA_FLAG_CHAIN, tokens);
+          for (const auto& [rows, warps] : tilings) {
+            row_stream::Options tuning;
+            tuning.coding = coding;
+            tuning.rows_per_tile = rows;
+            tuning.warps = warps;
+            const std::vector<PackedLayer> packed = Parts(w, [&](const DenseView& part) {
+              row_stream::Options own = tuning;
+              own.multiprocessors = std::max(1, kMultiprocessors / options_.group);
+              if (options_.group > 1) own.warps = options_.group_warps;
+              return row_stream::Pack(part, {}, own).value();
+            });
+            for (const int tokens : options_.tokens) {
+              for (const int variant : options_.variants) {
+                for (const uint32_t chain : options_.chains) measure_spmv(packed, variant, chain, tokens);
+              }
+            }
+            Unload();
           }
-          Unload();
         }
       }
     }
@@ -496,6 +513,46 @@ class Bench {
     CHECK_CUDA(cudaFree(y));
     CHECK_CUDA(cudaFree(workspace));
     std::fflush(csv_);
+  }
+
+  // y += W x from a dense W stored by columns, the columns of zeros skipped.
+  void MeasureColumnSkip(const DenseMatrix& w, const Shape& shape, double sparsity, const Activations& in,
+                         const Reference& reference, float* y, Sequence& dense_gemm, Timer& timer) {
+    std::vector<uint16_t> columns(static_cast<size_t>(shape.m * shape.k));
+    DefaultThreadPool().ParallelFor((shape.k + 63) / 64, [&](int64_t task, int) {
+      for (int64_t r = 0; r < shape.m; ++r) {
+        const auto* row = reinterpret_cast<const uint16_t*>(w.view().row(r));
+        for (int64_t c = task * 64; c < std::min(shape.k, task * 64 + 64); ++c) columns[c * shape.m + r] = row[c];
+      }
+    });
+    const size_t all = columns.size() * 2;
+    const double bytes = static_cast<double>(all) * (1 - in.sparsity);
+    const int copies = std::max(2, static_cast<int>(std::ceil(kRotateBytes / bytes)));
+    std::vector<uint16_t*> device(copies);
+    for (uint16_t*& copy : device) {
+      copy = DeviceAlloc<uint16_t>(columns.size());
+      CHECK_CUDA(cudaMemcpy(copy, copy == device[0] ? columns.data() : device[0], all, cudaMemcpyDefault));
+    }
+    const auto launch = [&](int copy, int vector) {
+      LaunchDenseColumnSkip(device[static_cast<size_t>(copy)], in.device + vector * shape.k, y,
+                            static_cast<int>(shape.m), static_cast<int>(shape.k), kMultiprocessors, stream_);
+      CHECK_CUDA(cudaGetLastError());
+    };
+    CHECK_CUDA(cudaMemsetAsync(y, 0, static_cast<size_t>(shape.m) * 4, stream_));
+    launch(0, 0);
+    std::vector<float> got(shape.m);
+    CHECK_CUDA(cudaMemcpyAsync(got.data(), y, got.size() * 4, cudaMemcpyDeviceToHost, stream_));
+    CHECK_CUDA(cudaStreamSynchronize(stream_));
+    Sequence skip(stream_, std::max(24, copies), copies, launch);
+    std::vector<double> us;
+    std::vector<double> dense_us;
+    for (int i = 0; i < options_.replays; ++i) {
+      dense_us.push_back(dense_gemm.Time(timer));
+      us.push_back(skip.Time(timer));
+    }
+    Row("dense_column_skip", "DENSE", shape, DType::kF16, 1, sparsity, us, bytes, Percentile(dense_us, .5),
+        RelativeError(got, reference), "accumulate=1;stored=" + std::to_string(all), in.sparsity);
+    for (uint16_t* copy : device) CHECK_CUDA(cudaFree(copy));
   }
 
   // Tilings around whole numbers of tiles a multiprocessor, with 20 to 64 warps on each.
@@ -624,6 +681,27 @@ int Main(int argc, char** argv) {
     if (const char* v = value("skew")) options.skew = std::atof(v);
     if (arg == "--sweep") options.sweep = true;
     if (arg == "--celty") options.celty = true;
+    if (arg == "--no-chain") options.chains = {0};
+    if (const char* v = value("variants")) {
+      options.variants.clear();
+      for (char* p = const_cast<char*>(v); *p != 0;) {
+        options.variants.push_back(static_cast<int>(std::strtol(p, &p, 10)));
+        if (*p == ',') ++p;
+      }
+    }
+    if (const char* v = value("codings")) {
+      for (const char* p = v; *p != 0; ++p) {
+        if (*p == '0' || *p == '2' || *p == '3') options.codings.push_back(static_cast<row_stream::Coding>(*p - '0'));
+      }
+    }
+    if (const char* v = value("tilings")) {  // ROWSxWARPS,...
+      for (char* p = const_cast<char*>(v); *p != 0;) {
+        const auto rows = static_cast<int>(std::strtol(p, &p, 10));
+        if (*p == 'x') ++p;
+        options.tilings.emplace_back(rows, static_cast<int>(std::strtol(p, &p, 10)));
+        if (*p == ',') ++p;
+      }
+    }
     if (const char* v = value("group")) options.group = std::max(1, std::atoi(v));
     if (const char* v = value("group-warps")) options.group_warps = std::max(1, std::atoi(v));
     if (const char* v = value("tokens")) {

@@ -16,9 +16,12 @@
 // one stream, coalesced, one group of columns ahead, and hand them to the decoding lanes through the staging.
 //
 // Sums of the 8 warps meet in shared memory; those of a row block's column ranges either in fp32 reductions on y
-// (accumulate) or in slabs that the last block to finish adds up in order (overwrite: deterministic, nothing to clear).
-// Limiter: device memory at large shapes, with 5.5-6 instructions a dense element of an active column close behind;
-// fixed latency (list, two reductions) at small ones.
+// (accumulate) or in slabs that some of its thread blocks wait for and add up in order (overwrite: deterministic,
+// nothing to clear).
+// Limiter: at 28672x7168 device memory keeps 80 % of the time busy at 30 %, 56 % at 70 %; the rest is waiting for
+// pieces one group ahead, with 5.5-6 instructions a dense element of an active column close behind. At 4096x4096,
+// .5/.5, a block's clock says: list 0.6 us, first group there and used 2.4 us later, second and last group 1.1 us, both
+// reductions 0.9 us, launch 1.2 us.
 #include <algorithm>
 #include <atomic>
 #include <map>
@@ -41,9 +44,8 @@ using column_piece::kStreams;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
-constexpr int kColumnsPerThread = 8;
-constexpr int kMaxSplitColumns = kThreads * kColumnsPerThread;
-constexpr int kColumnsAtOnce = 4;  // of a warp: the K dimension of the mma
+constexpr int kMaxSplitColumns = 8 * kThreads;  // what a block's list holds
+constexpr int kColumnsAtOnce = 4;               // of a warp: the K dimension of the mma
 constexpr int kMmas = kStreamRows / 8;
 
 // Layers of one launch that share their activations (q, k and v; gate and up).
@@ -58,6 +60,25 @@ struct SpmspvLayer {
   int32_t first_block;  // of this layer among the launch's row blocks
 };
 
+// How the sums of a row block's column ranges meet.
+enum class Meeting : int32_t {
+  kReduce,  // fp32 reductions on y, in any order
+  // Slabs that are zero between launches: a word that is not has arrived. The last kFinishers ranges of a row block
+  // wait for all of them, each for its share of the rows. Blocks start in the order of their indices, so what a
+  // finisher waits for has started, save at most kFinishers - 1 blocks, for which the device always has room.
+  kPolled,
+  kTicket,  // slabs, and the last block to finish adds them up: three trips to L2 one behind the other
+};
+constexpr int kFinishers = 4;
+constexpr uint64_t kPolledBytes = kCounterBytes;  // the part of the workspace that is zero between launches
+
+// Column ranges of a row block.
+struct SplitsArgs {
+  int32_t count;
+  int32_t columns;
+  uint32_t reciprocal;  // i / count == i * reciprocal >> 32 when count > 1
+};
+
 struct SpmspvArgs {
   // Dense activations, or ascending indices and fp32 values.
   const void* x;
@@ -68,11 +89,11 @@ struct SpmspvArgs {
   float threshold;
   int32_t k;
   int32_t layers;
-  int32_t splits;
-  int32_t split_columns;
+  SplitsArgs splits[2];  // of the first `longer_blocks` row blocks, and of the others
+  int32_t longer_blocks;
   bool accumulate;  // y += W x in fp32
-  bool slabs;       // meet through slabs and the last block, instead of reductions on y
-  float* slab;      // [block][split][512]
+  Meeting meeting;
+  float* slab;  // [block][split][512]
   uint32_t* counters;
   SpmspvLayer layer[kMaxGroup];
 };
@@ -108,10 +129,35 @@ __device__ __forceinline__ void ReduceAdd4(float* to, float4 v) {
                : "memory");
 }
 
-__device__ __forceinline__ float LoadActivation(const void* x, int32_t dtype, int at) {
-  if (dtype == kF32) return static_cast<const float*>(x)[at];
-  if (dtype == kF16) return __half2float(static_cast<const __half*>(x)[at]);
-  return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
+__device__ __forceinline__ void StoreVolatile4(float* to, float4 v) {
+  asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ float4 LoadVolatile4(const float* from) {
+  float4 v;
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+// Zero unless the predicate holds.
+__device__ __forceinline__ uint32_t LoadIf32(const void* p, bool predicate) {
+  uint32_t v;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u32 %0, 0;\n @p ld.global.u32 %0, [%1];\n}"
+               : "=r"(v)
+               : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+  return v;
+}
+__device__ __forceinline__ uint32_t LoadIf16(const void* p, bool predicate) {
+  uint32_t v;
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .u16 h;\n setp.ne.u32 p, %2, 0;\n mov.u16 h, 0;\n @p ld.global.u16 h, [%1];\n"
+      " cvt.u32.u16 %0, h;\n}"
+      : "=r"(v)
+      : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+  return v;
 }
 
 // x as the weights' type, and what that rounding lost in the same type, in the two halves of a word.
@@ -148,6 +194,16 @@ __device__ int LowerBound(const uint32_t* indices, int n, uint32_t key) {
   return low;
 }
 
+// Four columns of a warp on their way from device memory.
+template <int kPairs>
+struct Group {
+  uint4 pair[kPairs];
+  uint2 tail;
+  uint2 bits;
+  int pairs;
+  uint32_t x;
+};
+
 struct Active {
   uint32_t descriptor;
   uint32_t x;  // SplitActivation
@@ -155,7 +211,7 @@ struct Active {
 
 // The active columns of [first, last), in any order that is the same every time. Returns their number; `*exponent` is
 // what sums must be multiplied by as a power of two (fp16 weights cannot hold every activation).
-template <bool kIsBf16, bool kIndexed>
+template <bool kIsBf16, bool kIndexed, int kColumnsPerThread>
 __device__ int BuildList(const SpmspvArgs& args, const uint32_t* descriptors, int first, int last, Active* list,
                          uint32_t* scratch, int* exponent) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -185,13 +241,30 @@ __device__ int BuildList(const SpmspvArgs& args, const uint32_t* descriptors, in
 #pragma unroll
     for (int s = 0; s < kColumnsPerThread; ++s) {
       const int column = first + s * kThreads + thread;
-      descriptor[s] = column < last ? __ldg(descriptors + column) : 0u;
+      descriptor[s] = LoadIf32(descriptors + column, column < last);
     }
     WaitForPrerequisites();
+    // Raw words first: a conversion behind each load would make their latencies add up.
+    uint32_t raw[kColumnsPerThread];
+    if (args.x_dtype == kF32) {
 #pragma unroll
-    for (int s = 0; s < kColumnsPerThread; ++s) {
-      const int column = first + s * kThreads + thread;
-      x[s] = column < last ? LoadActivation(args.x, args.x_dtype, column) : 0.f;
+      for (int s = 0; s < kColumnsPerThread; ++s) {
+        const int column = first + s * kThreads + thread;
+        raw[s] = LoadIf32(static_cast<const float*>(args.x) + column, column < last);
+      }
+#pragma unroll
+      for (int s = 0; s < kColumnsPerThread; ++s) x[s] = __uint_as_float(raw[s]);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kColumnsPerThread; ++s) {
+        const int column = first + s * kThreads + thread;
+        raw[s] = LoadIf16(static_cast<const uint16_t*>(args.x) + column, column < last);
+      }
+      const bool half = args.x_dtype == kF16;
+#pragma unroll
+      for (int s = 0; s < kColumnsPerThread; ++s) {
+        x[s] = half ? __half2float(__ushort_as_half(static_cast<uint16_t>(raw[s]))) : __uint_as_float(raw[s] << 16);
+      }
     }
   }
   // Counts of warp and step in scratch[s * kWarps + warp], the total behind them, the largest |x| behind that.
@@ -213,16 +286,28 @@ __device__ int BuildList(const SpmspvArgs& args, const uint32_t* descriptors, in
   }
   __syncthreads();
   if (warp == 0) {
-    const uint32_t a = scratch[2 * lane];
-    const uint32_t b = scratch[2 * lane + 1];
-    uint32_t inclusive = a + b;
+    constexpr int kEach = (kCounts + 31) / 32;  // counts a lane adds up
+    uint32_t count[kEach];
+    uint32_t inclusive = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = lane * kEach + i;
+      count[i] = at < kCounts ? scratch[at] : 0u;
+      inclusive += count[i];
+    }
+    const uint32_t own = inclusive;
 #pragma unroll
     for (int o = 1; o < 32; o <<= 1) {
       const uint32_t other = __shfl_up_sync(~0u, inclusive, o);
       if (lane >= o) inclusive += other;
     }
-    scratch[2 * lane] = inclusive - a - b;
-    scratch[2 * lane + 1] = inclusive - b;
+    uint32_t before = inclusive - own;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int at = lane * kEach + i;
+      if (at < kCounts) scratch[at] = before;
+      before += count[i];
+    }
     if (lane == 31) scratch[kCounts] = inclusive;
   }
   __syncthreads();
@@ -247,7 +332,7 @@ __device__ int BuildList(const SpmspvArgs& args, const uint32_t* descriptors, in
 }
 
 // kPairs: 16-byte rows of a piece a lane may have to load, from the layer's longest piece.
-template <bool kIsBf16, int kPairs, bool kIndexed>
+template <bool kIsBf16, int kPairs, bool kIndexed, int kColumnsPerThread>
 __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_constant__ SpmspvArgs args) {
   constexpr int kStageWords = kPairs * 8 + 5;  // E[] of one lane
   constexpr int kStageBytes = kStageWords * 128;
@@ -263,67 +348,65 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
   const int t = lane & 3;   //           column of the group
   const int load_column = lane >> 3;
   const int load_stream = lane & 7;
-  const int block = static_cast<int>(blockIdx.x) / args.splits;
-  const int split = static_cast<int>(blockIdx.x) % args.splits;
-  const int first = min(split * args.split_columns, args.k);
-  const int last = min(first + args.split_columns, args.k);
+  const uint32_t longer = static_cast<uint32_t>(args.longer_blocks * args.splits[0].count);
+  const bool is_longer = blockIdx.x < longer;
+  const SplitsArgs& splits = args.splits[is_longer ? 0 : 1];
+  const uint32_t index = blockIdx.x - (is_longer ? 0u : longer);
+  const uint32_t quotient = splits.count == 1 ? index : __umulhi(index, splits.reciprocal);
+  const int split = static_cast<int>(index - quotient * static_cast<uint32_t>(splits.count));
+  const int block = static_cast<int>(quotient) + (is_longer ? 0 : args.longer_blocks);
+  const int first = min(split * splits.columns, args.k);
+  const int last = min(first + splits.columns, args.k);
   int of = 0;
   while (of + 1 < args.layers && block >= args.layer[of + 1].first_block) ++of;
   const SpmspvLayer& layer = args.layer[of];
   const int layer_block = block - layer.first_block;
-  const uint8_t* const pieces = layer.pieces + __ldg(layer.block_units + layer_block) * column_piece::kUnitBytes;
+  const uint64_t first_unit = __ldg(layer.block_units + layer_block);  // not used before the list is there
   TriggerDependents();  // the grid is one wave: what follows takes the places of blocks that are done
 
   int exponent;
-  const int active = BuildList<kIsBf16, kIndexed>(args, layer.descriptors + static_cast<int64_t>(layer_block) * args.k,
-                                                  first, last, list, scratch, &exponent);
-
+  const int active = BuildList<kIsBf16, kIndexed, kColumnsPerThread>(
+      args, layer.descriptors + static_cast<int64_t>(layer_block) * args.k, first, last, list, scratch, &exponent);
+  const uint8_t* const pieces = layer.pieces + first_unit * column_piece::kUnitBytes;
   const uint32_t stage = SharedAddress(shared) + static_cast<uint32_t>(warp * kStageBytes);
   const uint32_t read_base = stage + static_cast<uint32_t>(lane * 4);
   const uint32_t write_base = stage + static_cast<uint32_t>((load_stream * 4 + load_column) * 4);
   float sum[kMmas][4] = {};
-  uint4 pair[kPairs];  // the group being fetched
-  uint2 tail = {0, 0};
-  uint2 bits = {0, 0};
-  int pairs = 0;
-  uint32_t x = 0;
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) pair[i] = make_uint4(0, 0, 0, 0);
+  Group<kPairs> group = {};  // being fetched
 
-  const auto fetch = [&](int at) {
+  const auto fetch = [&](Group<kPairs>& to, int at) {
     {
       const int entry = at + load_column;
       const uint32_t descriptor = entry < active ? list[entry].descriptor : 0u;
       const int chunks = column_piece::DescriptorChunks(descriptor);
-      pairs = chunks >> 1;
+      to.pairs = chunks >> 1;
       const uint8_t* p = pieces +
                          static_cast<uint64_t>(column_piece::DescriptorOffset(descriptor)) * column_piece::kUnitBytes +
                          column_piece::kBitmapBytes;
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) LoadPiece128(pair[i], p + i * 128 + load_stream * 16, i < pairs);
-      LoadPiece64(tail, p + pairs * 128 + load_stream * 8, (chunks & 1) != 0);
+      for (int i = 0; i < kPairs; ++i) LoadPiece128(to.pair[i], p + i * 128 + load_stream * 16, i < to.pairs);
+      LoadPiece64(to.tail, p + to.pairs * 128 + load_stream * 8, (chunks & 1) != 0);
     }
     {
       const int entry = at + t;
       const Active column = entry < active ? list[entry] : Active{0, 0};
-      x = column.x;
-      bits = make_uint2(0, 0);
+      to.x = column.x;
+      to.bits = make_uint2(0, 0);
       LoadPiece64(
-          bits,
+          to.bits,
           pieces + static_cast<uint64_t>(column_piece::DescriptorOffset(column.descriptor)) * column_piece::kUnitBytes +
               g * 8,
           entry < active);
     }
   };
 
-  fetch(kColumnsAtOnce * warp);
-  for (int at = kColumnsAtOnce * warp; at < active; at += kColumnsAtOnce * kWarps) {
-    const uint2 now = bits;
+  const auto consume = [&](Group<kPairs>& from, int at) {
+    const uint2 now = from.bits;
     // Rows n = 0..3 of B take x, 4..7 what its rounding lost.
-    const uint32_t half = g < 4 ? x & 0xffffu : x >> 16;
+    const uint32_t half = g < 4 ? from.x & 0xffffu : from.x >> 16;
     const uint32_t b0 = (g & 3) == 0 ? half : (g & 3) == 1 ? half << 16 : 0u;
     const uint32_t b1 = (g & 3) == 2 ? half : (g & 3) == 3 ? half << 16 : 0u;
-    const int most = __reduce_max_sync(~0u, pairs);
+    const int most = __reduce_max_sync(~0u, from.pairs);
     uint32_t previous = 0;
     uint32_t before_tail = 0;
     __syncwarp();
@@ -332,28 +415,28 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
     for (int i = 0; i < kPairs; ++i) {
       if (i < kUsual || most > i) {
         const uint32_t to = write_base + static_cast<uint32_t>(i * 1024);
-        StoreShared32(to, __byte_perm(previous, pair[i].x, 0x5432));
-        StoreShared32(to + 128, pair[i].x);
-        StoreShared32(to + 256, __byte_perm(pair[i].x, pair[i].y, 0x5432));
-        StoreShared32(to + 384, pair[i].y);
-        StoreShared32(to + 512, __byte_perm(pair[i].y, pair[i].z, 0x5432));
-        StoreShared32(to + 640, pair[i].z);
-        StoreShared32(to + 768, __byte_perm(pair[i].z, pair[i].w, 0x5432));
-        StoreShared32(to + 896, pair[i].w);
-        previous = pair[i].w;
-        before_tail = i == pairs - 1 ? previous : before_tail;
+        StoreShared32(to, __byte_perm(previous, from.pair[i].x, 0x5432));
+        StoreShared32(to + 128, from.pair[i].x);
+        StoreShared32(to + 256, __byte_perm(from.pair[i].x, from.pair[i].y, 0x5432));
+        StoreShared32(to + 384, from.pair[i].y);
+        StoreShared32(to + 512, __byte_perm(from.pair[i].y, from.pair[i].z, 0x5432));
+        StoreShared32(to + 640, from.pair[i].z);
+        StoreShared32(to + 768, __byte_perm(from.pair[i].z, from.pair[i].w, 0x5432));
+        StoreShared32(to + 896, from.pair[i].w);
+        previous = from.pair[i].w;
+        before_tail = i == from.pairs - 1 ? previous : before_tail;
       }
     }
     {
-      const uint32_t to = write_base + static_cast<uint32_t>(pairs * 1024);
-      StoreShared32(to, __byte_perm(before_tail, tail.x, 0x5432));
-      StoreShared32(to + 128, tail.x);
-      StoreShared32(to + 256, __byte_perm(tail.x, tail.y, 0x5432));
-      StoreShared32(to + 384, tail.y);
-      StoreShared32(to + 512, tail.y >> 16);
+      const uint32_t to = write_base + static_cast<uint32_t>(from.pairs * 1024);
+      StoreShared32(to, __byte_perm(before_tail, from.tail.x, 0x5432));
+      StoreShared32(to + 128, from.tail.x);
+      StoreShared32(to + 256, __byte_perm(from.tail.x, from.tail.y, 0x5432));
+      StoreShared32(to + 384, from.tail.y);
+      StoreShared32(to + 512, from.tail.y >> 16);
     }
     __syncwarp();
-    fetch(at + kColumnsAtOnce * kWarps);
+    fetch(from, at + kColumnsAtOnce * kWarps);
     uint32_t cursor = read_base;
 #pragma unroll
     for (int i = 0; i < kMmas; ++i) {
@@ -372,8 +455,13 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
       }
       MmaM16N8K16<kIsBf16>(sum[i], a, b0, b1);
     }
-  }
+  };
 
+  fetch(group, kColumnsAtOnce * warp);
+#pragma unroll 1
+  for (int at = kColumnsAtOnce * warp; at < active; at += kColumnsAtOnce * kWarps) {
+    consume(group, at);
+  }
   // What x lost, from lanes t = 2, 3 to t = 0, 1.
   if (kIndexed || args.x_dtype != (kIsBf16 ? kBf16 : kF16)) {
 #pragma unroll
@@ -385,7 +473,8 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
       }
     }
   }
-  __syncthreads();  // the staging becomes the sums of the warps
+  __syncthreads();  // the staging becomes
+  // the sums of the warps
   float* const partial = reinterpret_cast<float*>(shared);
   if (t < 2) {
 #pragma unroll
@@ -409,8 +498,9 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
     }
   }
   const int row = layer_block * kBlockRows + quad;
+  float* const meet = partial + kWarps * kBlockRows;
   float* const y = static_cast<float*>(layer.epilogue.y);
-  if (args.accumulate && !args.slabs) {
+  if (args.meeting == Meeting::kReduce) {
     if (quad >= kBlockRows || row >= layer.m) return;
     if (row + 3 < layer.m && (reinterpret_cast<uintptr_t>(y + row) & 15) == 0) {
       ReduceAdd4(y + row, total);
@@ -420,30 +510,94 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
     }
     return;
   }
-  if (args.splits > 1) {
-    float* const slab = args.slab + (static_cast<int64_t>(block) * args.splits + split) * kBlockRows;
+  if (splits.count > 1 && args.meeting == Meeting::kPolled) {
+    float* const slabs = args.slab + static_cast<int64_t>(blockIdx.x - split) * kBlockRows;
+    if (quad < kBlockRows) {
+      // -0 stands for a sum that is 0.
+      const float4 sent = make_float4(total.x == 0.f ? -0.f : total.x, total.y == 0.f ? -0.f : total.y,
+                                      total.z == 0.f ? -0.f : total.z, total.w == 0.f ? -0.f : total.w);
+      StoreVolatile4(slabs + static_cast<int64_t>(split) * kBlockRows + quad, sent);
+    }
+    const int finishers = splits.count >= kFinishers ? kFinishers : 1;
+    const int finisher = split - (splits.count - finishers);
+    if (finisher < 0) return;
+    // Eight warps take every eighth slab of this finisher's rows, a quad a lane, always in the same order.
+    const int share = kBlockRows / 4 / finishers;  // quads, at most a warp's for four finishers
+    for (int q = lane; q < share; q += 32) {
+      float* const from = slabs + (finisher * share + q) * 4;
+      float4 part_total = make_float4(0, 0, 0, 0);
+      constexpr int kBatch = 5;
+      for (int s0 = warp; s0 < splits.count; s0 += kWarps * kBatch) {
+        float4 part[kBatch];
+        bool arrived;
+        do {
+          arrived = true;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            part[i] = make_float4(-0.f, -0.f, -0.f, -0.f);
+            const int s = s0 + i * kWarps;
+            if (s < splits.count) part[i] = LoadVolatile4(from + static_cast<int64_t>(s) * kBlockRows);
+          }
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            arrived &= __float_as_uint(part[i].x) != 0u && __float_as_uint(part[i].y) != 0u &&
+                       __float_as_uint(part[i].z) != 0u && __float_as_uint(part[i].w) != 0u;
+          }
+        } while (!arrived);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int s = s0 + i * kWarps;
+          if (s < splits.count) {
+            __stcg(reinterpret_cast<float4*>(from + static_cast<int64_t>(s) * kBlockRows), make_float4(0, 0, 0, 0));
+          }
+          part_total.x += part[i].x;
+          part_total.y += part[i].y;
+          part_total.z += part[i].z;
+          part_total.w += part[i].w;
+        }
+      }
+      // Read by the threads that summed `quad` above, all behind the barrier.
+      *reinterpret_cast<float4*>(meet + (warp * share + q) * 4) = part_total;
+    }
+    __syncthreads();
+    const int mine = static_cast<int>(threadIdx.x);
+    if (mine >= share * 4) return;
+    float value = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) value += meet[w * share * 4 + mine];
+    const int out = layer_block * kBlockRows + finisher * share * 4 + mine;
+    if (out >= layer.m) return;
+    if (args.accumulate) {
+      y[out] += value;
+    } else {
+      StoreOutput(layer.epilogue, 0, out, value);
+    }
+    return;
+  }
+  if (splits.count > 1) {
+    float* const slab = args.slab + static_cast<int64_t>(blockIdx.x) * kBlockRows;
     if (quad < kBlockRows) __stcg(reinterpret_cast<float4*>(slab + quad), total);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      is_last = atomicAdd(args.counters + block, 1u) == static_cast<uint32_t>(args.splits - 1);
+      is_last = atomicAdd(args.counters + block, 1u) == static_cast<uint32_t>(splits.count - 1);
       if (is_last) args.counters[block] = 0;  // as the next launch expects it
     }
     __syncthreads();
     if (!is_last) return;
     __threadfence();
     // Two halves of the block add up alternate slabs, always in the same order.
-    const int half = static_cast<int>(threadIdx.x) >> 7;
+    const int half = static_cast<int>(threadIdx.x) >> 7;  // 2 and more: idle
     const int mine = (static_cast<int>(threadIdx.x) & 127) * 4;
-    const float* from = args.slab + static_cast<int64_t>(block) * args.splits * kBlockRows + mine;
+    const float* from = args.slab + static_cast<int64_t>(blockIdx.x - split) * kBlockRows + mine;
     total = make_float4(0, 0, 0, 0);
     constexpr int kBatch = 8;  // loads in flight: one latency for 16 splits
-    for (int s = half; s < args.splits; s += 2 * kBatch) {
+    for (int s = half; half < 2 && s < splits.count; s += 2 * kBatch) {
       float4 part[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         part[i] = make_float4(0, 0, 0, 0);
-        if (s + 2 * i < args.splits) {
+        if (s + 2 * i < splits.count) {
           part[i] = __ldcg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(s + 2 * i) * kBlockRows));
         }
       }
@@ -457,7 +611,7 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
     }
     if (half == 1) *reinterpret_cast<float4*>(partial + mine) = total;
     __syncthreads();
-    if (half == 1) return;
+    if (half >= 1) return;
     const float4 other = *reinterpret_cast<const float4*>(partial + mine);
     total.x += other.x;
     total.y += other.y;
@@ -477,76 +631,107 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
   }
 }
 
-template <bool kIsBf16, int kPairs>
-const void* Pick(bool indexed) {
-  return indexed ? reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, true>)
-                 : reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, false>);
-}
-
 struct Choice {
   const void* kernel;
   uint64_t stage_bytes;
 };
 
-Choice PickKernel(bool bf16, int max_chunks, bool indexed) {
-  const int pairs = max_chunks <= 11 ? 5 : max_chunks <= 13 ? 6 : 8;
-  const uint64_t stage = std::max<uint64_t>(static_cast<uint64_t>(pairs * 8 + 5) * 128, kBlockRows * 4) * kWarps;
-  switch (pairs) {
-    case 5:
-      return {bf16 ? Pick<true, 5>(indexed) : Pick<false, 5>(indexed), stage};
-    case 6:
-      return {bf16 ? Pick<true, 6>(indexed) : Pick<false, 6>(indexed), stage};
-    default:
-      return {bf16 ? Pick<true, 8>(indexed) : Pick<false, 8>(indexed), stage};
-  }
+// `few_columns`: at most two a thread. The list's code is then short, and a kernel of a few microseconds runs it cold.
+template <bool kIsBf16, int kPairs, bool kIndexed>
+Choice Pick(bool few_columns) {
+  const void* kernel = few_columns ? reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, kIndexed, 2>)
+                                   : reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, kIndexed, 8>);
+  return {kernel, std::max<uint64_t>((kPairs * 8 + 5) * 128, kBlockRows * 4) * kWarps};
 }
 
+template <bool kIsBf16, bool kIndexed>
+Choice PickPairs(int max_chunks, bool few_columns) {
+  if (max_chunks <= 9) return Pick<kIsBf16, 4, kIndexed>(few_columns);
+  if (max_chunks <= 11) return Pick<kIsBf16, 5, kIndexed>(few_columns);
+  if (max_chunks <= 13) return Pick<kIsBf16, 6, kIndexed>(few_columns);
+  return Pick<kIsBf16, 8, kIndexed>(few_columns);
+}
+
+Choice PickKernel(bool bf16, int max_chunks, bool indexed, bool few_columns) {
+  if (bf16) {
+    return indexed ? PickPairs<true, true>(max_chunks, few_columns) : PickPairs<true, false>(max_chunks, few_columns);
+  }
+  return indexed ? PickPairs<false, true>(max_chunks, few_columns) : PickPairs<false, false>(max_chunks, few_columns);
+}
+
+// How a launch cuts the columns: `longer_blocks` row blocks into `count` + 1 ranges, the others into `count`.
 struct Splits {
-  int count;
-  int columns;
+  int64_t blocks = 0;
+  int64_t longer_blocks = 0;
+  int64_t count = 0;
+  int64_t k = 0;
+
+  int64_t total() const { return blocks * count + longer_blocks; }
+  int64_t columns(int64_t of) const { return CeilDiv(k, of); }
+  int64_t most_columns() const { return columns(longer_blocks == blocks ? count + 1 : count); }
+  SplitsArgs Args(int64_t of) const {
+    return {static_cast<int32_t>(of), static_cast<int32_t>(columns(of)),
+            static_cast<uint32_t>(of == 1 ? 0 : ((uint64_t{1} << 32) + static_cast<uint64_t>(of) - 1) / of)};
+  }
 };
 
-// Column ranges a row block: enough blocks for one wave of two a multiprocessor, no range beyond what a block's list
-// holds. Variants 1..3 (benchmarks) ask for 2, 1.5 and 0.5 waves.
+// Variants, for benchmarks and tests.
+constexpr int kTicketVariant = 4;  // no polling
+constexpr int kVariants = 5;
+
+// Enough ranges for one wave of two blocks a multiprocessor and, as far as row blocks allow, no fewer: a wave that
+// fills 85 % of the places takes as long as a full one. No range beyond what a block's list holds. Variants 1..3 ask
+// for 2, 1.5 and 0.5 waves.
 Splits ChooseSplits(int64_t blocks, int64_t k, int multiprocessors, int variant) {
-  constexpr int kWaveQuarters[] = {4, 8, 6, 2};
+  constexpr int kWaveQuarters[kVariants] = {4, 8, 6, 2, 4};
   const int64_t slots = int64_t{2} * multiprocessors * kWaveQuarters[variant < 0 ? 0 : variant] / 4;
-  int64_t splits = std::clamp<int64_t>(slots / blocks, 1, CeilDiv(k, 32));
-  splits = std::max(splits, CeilDiv(k, kMaxSplitColumns));
-  const int64_t columns = CeilDiv(k, splits);
-  return {static_cast<int>(CeilDiv(k, columns)), static_cast<int>(columns)};
+  const int64_t most = CeilDiv(k, 32);
+  const int64_t least = CeilDiv(k, kMaxSplitColumns);
+  Splits splits;
+  splits.blocks = blocks;
+  splits.k = k;
+  splits.count = std::max(std::clamp<int64_t>(slots / blocks, 1, most), least);
+  if (splits.count < most && splits.count * blocks < slots) splits.longer_blocks = slots - splits.count * blocks;
+  return splits;
 }
 
 int VariantOf(const Call& call) { return static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u) - 1; }
 bool Accumulates(const Call& call) { return (call.flags & SPMMD_CUDA_FLAG_ACCUMULATE) != 0; }
-bool UsesSlabs(const Call& call) { return !Accumulates(call) || (call.flags & SPMMD_CUDA_FLAG_DETERMINISTIC) != 0; }
+
+Meeting MeetingOf(const Splits& splits, const Call& call) {
+  if (Accumulates(call) && (call.flags & SPMMD_CUDA_FLAG_DETERMINISTIC) == 0) return Meeting::kReduce;
+  const auto slab_bytes = static_cast<uint64_t>(splits.total()) * kBlockRows * 4;
+  return slab_bytes <= kPolledBytes && VariantOf(call) != kTicketVariant ? Meeting::kPolled : Meeting::kTicket;
+}
 
 Splits SplitsOf(const spmmd_cuda_layer& layer, const Call& call) {
   return ChooseSplits(CeilDiv(layer.m, kBlockRows), layer.k, layer.device->multiprocessors, VariantOf(call));
 }
 
-Status CheckGrid(int64_t blocks, const Splits& splits, const Call& call) {
-  if (UsesSlabs(call) && splits.count > 1 && blocks > kMaxCounters) {
+Status CheckGrid(const Splits& splits, const Call& call) {
+  if (MeetingOf(splits, call) == Meeting::kTicket && splits.blocks > kMaxCounters) {
     return Unimplemented("M: more than " + std::to_string(kMaxCounters * kBlockRows) + " rows");
   }
-  if (blocks * splits.count > INT32_MAX) return Unimplemented("M * K: more than 2^31 thread blocks");
+  if (splits.total() >= 1 << 24) return Unimplemented("M * K: too many thread blocks");
   return {};
 }
 
 Status CanImplement(const spmmd_cuda_layer& layer, const Call& call) {
-  if (VariantOf(call) > 3) return InvalidArgument("flags: no such variant of column_piece_spmspv");
+  if (VariantOf(call) >= kVariants) return InvalidArgument("flags: no such variant of column_piece_spmspv");
   if (Accumulates(call) && (call.y_dtype != kF32 || call.bias != nullptr || call.activation != 0)) {
     return InvalidArgument("flags: accumulation needs an fp32 y, no bias and no activation");
   }
-  return CheckGrid(CeilDiv(layer.m, kBlockRows), SplitsOf(layer, call), call);
+  return CheckGrid(SplitsOf(layer, call), call);
 }
 
-uint64_t SlabBytes(int64_t blocks, const Splits& splits) {
-  return splits.count == 1 ? 0 : static_cast<uint64_t>(blocks * splits.count) * kBlockRows * 4;
+// Slabs behind the part of the workspace that is zero between launches.
+uint64_t SlabBytes(const Splits& splits, const Call& call) {
+  if (splits.total() == splits.blocks || MeetingOf(splits, call) != Meeting::kTicket) return 0;
+  return static_cast<uint64_t>(splits.total()) * kBlockRows * 4;
 }
 
 uint64_t ScratchBytes(const spmmd_cuda_layer& layer, const Call& call) {
-  return UsesSlabs(call) ? SlabBytes(CeilDiv(layer.m, kBlockRows), SplitsOf(layer, call)) : 0;
+  return SlabBytes(SplitsOf(layer, call), call);
 }
 
 // What layers of one launch must agree on, beyond what LaunchGroup's callers have checked of each.
@@ -569,16 +754,14 @@ Status CheckGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int 
   return {};
 }
 
-Splits GroupSplits(const spmmd_cuda_layer* const* layers, const Call* calls, int count, int64_t* blocks) {
-  *blocks = 0;
-  for (int i = 0; i < count; ++i) *blocks += CeilDiv(layers[i]->m, kBlockRows);
-  return ChooseSplits(*blocks, layers[0]->k, layers[0]->device->multiprocessors, VariantOf(calls[0]));
+Splits GroupSplits(const spmmd_cuda_layer* const* layers, const Call* calls, int count) {
+  int64_t blocks = 0;
+  for (int i = 0; i < count; ++i) blocks += CeilDiv(layers[i]->m, kBlockRows);
+  return ChooseSplits(blocks, layers[0]->k, layers[0]->device->multiprocessors, VariantOf(calls[0]));
 }
 
 uint64_t GroupScratchBytes(const spmmd_cuda_layer* const* layers, const Call* calls, int count) {
-  int64_t blocks;
-  const Splits splits = GroupSplits(layers, calls, count, &blocks);
-  return UsesSlabs(calls[0]) ? SlabBytes(blocks, splits) : 0;
+  return SlabBytes(GroupSplits(layers, calls, count), calls[0]);
 }
 
 Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int count, cudaStream_t stream) {
@@ -586,9 +769,8 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   const spmmd_cuda_layer& first = *layers[0];
   const Call& call = calls[0];
   const bool indexed = call.x_indices != nullptr;
-  int64_t blocks;
-  const Splits splits = GroupSplits(layers, calls, count, &blocks);
-  SPMMD_CUDA_TRY(CheckGrid(blocks, splits, call));
+  const Splits splits = GroupSplits(layers, calls, count);
+  SPMMD_CUDA_TRY(CheckGrid(splits, call));
   SpmspvArgs args = {};
   args.x_indices = call.x_indices;
   args.x_values = call.x_values;
@@ -597,12 +779,14 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   args.threshold = call.x_threshold;
   args.k = static_cast<int32_t>(first.k);
   args.layers = count;
-  args.splits = splits.count;
-  args.split_columns = splits.columns;
+  args.splits[0] = splits.Args(splits.count + 1);
+  args.splits[1] = splits.Args(splits.count);
+  args.longer_blocks = static_cast<int32_t>(splits.longer_blocks);
   args.accumulate = Accumulates(call);
-  args.slabs = UsesSlabs(call);
+  args.meeting = MeetingOf(splits, call);
   args.counters = static_cast<uint32_t*>(call.workspace);
-  args.slab = reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) + kCounterBytes);
+  args.slab = reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) +
+                                       (args.meeting == Meeting::kPolled ? 0 : kCounterBytes));
   int max_chunks = 0;
   int64_t first_block = 0;
   for (int i = 0; i < count; ++i) {
@@ -617,8 +801,9 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
     max_chunks = std::max(max_chunks, static_cast<int>(layer.params[column_piece::kParamMaxChunks]));
   }
 
-  const Choice choice = PickKernel(first.dtype == kBf16, max_chunks, indexed);
-  const uint64_t shared = choice.stage_bytes + static_cast<uint64_t>(std::min(splits.columns, kMaxSplitColumns)) * 8;
+  const Choice choice = PickKernel(first.dtype == kBf16, max_chunks, indexed, splits.most_columns() <= 2 * kThreads);
+  const uint64_t shared =
+      choice.stage_bytes + static_cast<uint64_t>(std::min<int64_t>(splits.most_columns(), kMaxSplitColumns)) * 8;
   {
     // The limit of dynamic shared memory, raised once a kernel and device.
     static std::mutex mutex;
@@ -635,7 +820,7 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   chain.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   chain.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks * splits.count));
+  config.gridDim = dim3(static_cast<unsigned>(splits.total()));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;

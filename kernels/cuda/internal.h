@@ -78,9 +78,9 @@ using Call = spmmd_cuda_matmul;
 
 const spmmd_cuda_section* FindSection(const LayerDesc& desc, uint32_t id);
 
-// Every workspace starts with this many bytes of 32-bit counters, zero between launches; what a kernel keeps in the
-// rest has no meaning between launches.
-inline constexpr uint64_t kCounterBytes = 256 * 1024;
+// Every workspace starts with this many bytes that are zero between launches (counters, arrival words); what a kernel
+// keeps in the rest has no meaning between launches.
+inline constexpr uint64_t kCounterBytes = 1024 * 1024;
 inline constexpr int64_t kMaxCounters = kCounterBytes / 4;
 
 // One row of the kernel table (kernels.cc). `call` has passed CheckCall when these run.

@@ -186,7 +186,15 @@ Status LaunchRowStreamGroup(const spmmd_cuda_layer* const* layers, const Call* c
                                     Choose(variant, tiles, shape.warps, first.device->multiprocessors)};
     const void* kernel = FindKernel(key);
     if (kernel == nullptr) return Unimplemented("row_stream_spmv: no kernel for this layer");
-    const uint64_t shared = SharedBytes(shape, rows, tokens, wide_x, staged_columns);
+    args.x_early = (call.flags & SPMMD_CUDA_FLAG_CHAIN) == 0 && (reinterpret_cast<uintptr_t>(args.x) & 15) == 0;
+    uint64_t shared = SharedBytes(shape, rows, tokens, wide_x, staged_columns);
+    if ((call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0) {
+      // In a chain, blocks start as places become free. Let no multiprocessor take more than its even share of them, or
+      // the first to be free holds up all: 5120x13824, coded, 50 %: 24.1 -> 18.1 us.
+      const uint64_t share = static_cast<uint64_t>(CeilDiv(tiles, first.device->multiprocessors));
+      const uint64_t all = first.device->max_shared_bytes + 1024;
+      if (share <= 4) shared = std::max(shared, all / (share + 1) - 1024 + 128);
+    }
     SPMMD_CUDA_TRY(AllowSharedBytes(kernel, first.device->index, shared));
     cudaLaunchAttribute chain = {};
     chain.id = cudaLaunchAttributeProgrammaticStreamSerialization;

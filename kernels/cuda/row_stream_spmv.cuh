@@ -60,6 +60,26 @@ __device__ __forceinline__ uint32_t LoadStream16(const uint8_t* p) {
   return v;
 }
 
+// Loads under a predicate, all of them in flight before the first is used: from an `if` nvcc makes a branch and a wait
+// for each. The register keeps its value otherwise.
+__device__ __forceinline__ void LoadIf128(uint4& v, const void* p, bool predicate) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+}
+__device__ __forceinline__ void LoadIf32(uint32_t& v, const void* p, bool predicate) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n @p ld.global.nc.u32 %0, [%1];\n}"
+               : "+r"(v)
+               : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+}
+__device__ __forceinline__ void LoadIf16(uint32_t& v, const void* p, bool predicate) {
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .u16 h;\n setp.ne.u32 p, %2, 0;\n mov.u16 h, 0;\n @p ld.global.nc.u16 h, [%1];\n"
+      " cvt.u32.u16 %0, h;\n}"
+      : "=r"(v)
+      : "l"(p), "r"(static_cast<uint32_t>(predicate)));
+}
+
 template <Coding kCoding, bool kBf16Weights, int kRunBits, int kTokens, bool kWideX>
 struct Traits {
   static constexpr bool kCoded = kCoding != Coding::kVerbatim;
@@ -216,12 +236,6 @@ __device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from) {
 }
 __device__ __forceinline__ void WaitCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-__device__ __forceinline__ float LoadActivation(const void* x, int32_t dtype, int64_t at) {
-  if (dtype == kF32) return __ldg(static_cast<const float*>(x) + at);
-  if (dtype == kF16) return __half2float(__ldg(static_cast<const __half*>(x) + at));
-  return __bfloat162float(__ldg(static_cast<const __nv_bfloat16*>(x) + at));
-}
-
 // v * 2^e for e in [-252, 252], in two steps because 2^e itself may not be a float.
 __device__ __forceinline__ float ScaleByPowerOfTwo(float v, int e) {
   const int half = e >> 1;
@@ -233,30 +247,57 @@ inline constexpr int kStagedExponent = 64;
 inline constexpr float kLargestScaled = 0x1p62f;
 inline constexpr uint32_t kLargestScaledBf16 = (127 + 62) << 7;
 
+// The first activations of a thread, asked for before the stream. Behind a stream's worth of loads they would arrive
+// last, and until they do no block is used and no further one asked for: device memory would idle. Worth 1-2 % with
+// verbatim values, nothing with coded ones, whose stream is shorter.
+struct EarlyX {
+  static constexpr int kVectors = 4;
+  uint4 v[kVectors];
+};
+__device__ __forceinline__ void LoadEarlyX(const void* x, int columns, EarlyX& early) {
+#pragma unroll
+  for (int b = 0; b < EarlyX::kVectors; ++b) {
+    const int i = static_cast<int>(threadIdx.x) + b * static_cast<int>(blockDim.x);
+    LoadIf128(early.v[b], static_cast<const uint4*>(x) + i, i < columns / 8);
+  }
+}
+
 // Copies `columns` activations of every token, from column `first`, to shared memory and zeroes the padding behind
 // them. Coded layers get them times 2^64 when `scaled`; returns whether one was too large for that.
-template <typename T, bool kBf16, int kTokens, bool kWideX>
-__device__ __forceinline__ bool StageX(const RowStreamArgs& args, int first, int columns, uint8_t* staged,
-                                       bool scaled) {
+// `early`: what EarlyX has loaded, when `loaded`.
+template <typename T, bool kBf16, int kTokens, bool kWideX, typename Args>
+__device__ __forceinline__ bool StageX(const Args& args, int first, int columns, uint8_t* staged, bool scaled,
+                                       EarlyX& early, bool loaded) {
   bool too_large = false;
   if constexpr (!kWideX && kTokens == 1) {
     const uint16_t* x = static_cast<const uint16_t*>(args.x) + first;
     int k = 0;
     if ((reinterpret_cast<uintptr_t>(x) & 15) == 0) {
       const int vectors = columns / 8;
-#pragma unroll 2
-      for (int i = static_cast<int>(threadIdx.x); i < vectors; i += static_cast<int>(blockDim.x)) {
-        uint4 v = __ldg(reinterpret_cast<const uint4*>(x) + i);
-        if constexpr (T::kCoded) {
-          auto* pairs = reinterpret_cast<__nv_bfloat162*>(&v);
+      constexpr int kBatch = EarlyX::kVectors;
+#pragma unroll 1
+      for (int i0 = static_cast<int>(threadIdx.x); i0 < vectors; i0 += kBatch * static_cast<int>(blockDim.x)) {
+        uint4(&v)[kBatch] = early.v;
 #pragma unroll
-          for (int p = 0; p < 4; ++p) {
-            const uint32_t bits = *reinterpret_cast<const uint32_t*>(&pairs[p]);
-            too_large |= (bits & 0x7fffu) >= kLargestScaledBf16 || (bits >> 16 & 0x7fffu) >= kLargestScaledBf16;
-            if (scaled) pairs[p] = __hmul2(pairs[p], __float2bfloat162_rn(kStagedScale));
-          }
+        for (int b = 0; b < kBatch; ++b) {
+          const int i = i0 + b * static_cast<int>(blockDim.x);
+          LoadIf128(v[b], reinterpret_cast<const uint4*>(x) + i, !loaded && i < vectors);
         }
-        reinterpret_cast<uint4*>(staged)[i] = v;
+        loaded = false;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int i = i0 + b * static_cast<int>(blockDim.x);
+          if constexpr (T::kCoded) {
+            auto* pairs = reinterpret_cast<__nv_bfloat162*>(&v[b]);
+#pragma unroll
+            for (int p = 0; p < 4; ++p) {
+              const uint32_t bits = *reinterpret_cast<const uint32_t*>(&pairs[p]);
+              too_large |= (bits & 0x7fffu) >= kLargestScaledBf16 || (bits >> 16 & 0x7fffu) >= kLargestScaledBf16;
+              if (scaled) pairs[p] = __hmul2(pairs[p], __float2bfloat162_rn(kStagedScale));
+            }
+          }
+          if (i < vectors) reinterpret_cast<uint4*>(staged)[i] = v[b];
+        }
       }
       k = vectors * 8;
     }
@@ -274,83 +315,122 @@ __device__ __forceinline__ bool StageX(const RowStreamArgs& args, int first, int
       const uint16_t* x = static_cast<const uint16_t*>(args.x) + first;
       if ((reinterpret_cast<uintptr_t>(x) & 15) == 0 && (args.x_stride & 7) == 0) {
         done = columns / 8 * 8;
-        for (int i = static_cast<int>(threadIdx.x); i < columns / 8; i += static_cast<int>(blockDim.x)) {
-          uint32_t pairs[kTokens][4];  // [token][two columns]
+        constexpr int kBatch = 2;
+#pragma unroll 1
+        for (int i0 = static_cast<int>(threadIdx.x); i0 < columns / 8; i0 += kBatch * static_cast<int>(blockDim.x)) {
+          uint4 v[kBatch][kTokens] = {};
 #pragma unroll
-          for (int n = 0; n < kTokens; ++n) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4*>(x + n * args.x_stride) + i);
-            pairs[n][0] = v.x;
-            pairs[n][1] = v.y;
-            pairs[n][2] = v.z;
-            pairs[n][3] = v.w;
-          }
-          if constexpr (T::kCoded) {
+          for (int b = 0; b < kBatch; ++b) {
+            const int i = i0 + b * static_cast<int>(blockDim.x);
 #pragma unroll
             for (int n = 0; n < kTokens; ++n) {
+              LoadIf128(v[b][n], reinterpret_cast<const uint4*>(x + n * args.x_stride) + i, i < columns / 8);
+            }
+          }
 #pragma unroll
-              for (int p = 0; p < 4; ++p) {
-                const uint32_t bits = pairs[n][p];
-                too_large |= (bits & 0x7fffu) >= kLargestScaledBf16 || (bits >> 16 & 0x7fffu) >= kLargestScaledBf16;
-                if (scaled) {
-                  const __nv_bfloat162 product =
-                      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), __float2bfloat162_rn(kStagedScale));
-                  pairs[n][p] = *reinterpret_cast<const uint32_t*>(&product);
+          for (int b = 0; b < kBatch; ++b) {
+            const int i = i0 + b * static_cast<int>(blockDim.x);
+            if (i >= columns / 8) break;
+            uint32_t pairs[kTokens][4];  // [token][two columns]
+#pragma unroll
+            for (int n = 0; n < kTokens; ++n) {
+              pairs[n][0] = v[b][n].x;
+              pairs[n][1] = v[b][n].y;
+              pairs[n][2] = v[b][n].z;
+              pairs[n][3] = v[b][n].w;
+            }
+            if constexpr (T::kCoded) {
+#pragma unroll
+              for (int n = 0; n < kTokens; ++n) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) {
+                  const uint32_t bits = pairs[n][p];
+                  too_large |= (bits & 0x7fffu) >= kLargestScaledBf16 || (bits >> 16 & 0x7fffu) >= kLargestScaledBf16;
+                  if (scaled) {
+                    const __nv_bfloat162 product =
+                        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&bits), __float2bfloat162_rn(kStagedScale));
+                    pairs[n][p] = *reinterpret_cast<const uint32_t*>(&product);
+                  }
                 }
               }
             }
-          }
-          // Columns side by side become tokens side by side.
-          if constexpr (kTokens == 2) {
-            uint4* to = reinterpret_cast<uint4*>(staged) + 2 * i;
+            // Columns side by side become tokens side by side.
+            if constexpr (kTokens == 2) {
+              uint4* to = reinterpret_cast<uint4*>(staged) + 2 * i;
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              to[h] = make_uint4(__byte_perm(pairs[0][2 * h], pairs[1][2 * h], 0x5410),
-                                 __byte_perm(pairs[0][2 * h], pairs[1][2 * h], 0x7632),
-                                 __byte_perm(pairs[0][2 * h + 1], pairs[1][2 * h + 1], 0x5410),
-                                 __byte_perm(pairs[0][2 * h + 1], pairs[1][2 * h + 1], 0x7632));
-            }
-          } else if constexpr (kTokens == 3) {
-            uint4* to = reinterpret_cast<uint4*>(staged) + 4 * i;
+              for (int h = 0; h < 2; ++h) {
+                to[h] = make_uint4(__byte_perm(pairs[0][2 * h], pairs[1][2 * h], 0x5410),
+                                   __byte_perm(pairs[0][2 * h], pairs[1][2 * h], 0x7632),
+                                   __byte_perm(pairs[0][2 * h + 1], pairs[1][2 * h + 1], 0x5410),
+                                   __byte_perm(pairs[0][2 * h + 1], pairs[1][2 * h + 1], 0x7632));
+              }
+            } else if constexpr (kTokens == 3) {
+              uint4* to = reinterpret_cast<uint4*>(staged) + 4 * i;
 #pragma unroll
-            for (int p = 0; p < 4; ++p) {
-              to[p] = make_uint4(__byte_perm(pairs[0][p], pairs[1][p], 0x5410), pairs[2][p] & 0xffffu,
-                                 __byte_perm(pairs[0][p], pairs[1][p], 0x7632), pairs[2][p] >> 16);
+              for (int p = 0; p < 4; ++p) {
+                to[p] = make_uint4(__byte_perm(pairs[0][p], pairs[1][p], 0x5410), pairs[2][p] & 0xffffu,
+                                   __byte_perm(pairs[0][p], pairs[1][p], 0x7632), pairs[2][p] >> 16);
+              }
             }
           }
         }
       }
     }
-#pragma unroll 4
-    for (int k = done + static_cast<int>(threadIdx.x); k < args.staged_columns; k += static_cast<int>(blockDim.x)) {
-      float value[T::kSlotsPerColumn] = {};
+    constexpr int kBatch = kTokens == 1 ? 8 : 4;
+#pragma unroll 1
+    for (int k0 = done + static_cast<int>(threadIdx.x); k0 < args.staged_columns;
+         k0 += kBatch * static_cast<int>(blockDim.x)) {
+      uint32_t raw[kBatch][kTokens] = {};
+      const bool wide = args.x_dtype == kF32;
 #pragma unroll
-      for (int n = 0; n < kTokens; ++n) {
-        if (k < columns) value[n] = LoadActivation(args.x, args.x_dtype, n * args.x_stride + first + k);
-        if constexpr (T::kCoded) {
-          too_large |= !(fabsf(value[n]) < kLargestScaled);
-          if (scaled) value[n] *= kStagedScale;
+      for (int b = 0; b < kBatch; ++b) {
+        const int k = k0 + b * static_cast<int>(blockDim.x);
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+          const int64_t at = n * args.x_stride + first + k;
+          if (wide) {
+            LoadIf32(raw[b][n], static_cast<const float*>(args.x) + at, k < columns);
+          } else {
+            LoadIf16(raw[b][n], static_cast<const uint16_t*>(args.x) + at, k < columns);
+          }
         }
       }
-      if constexpr (kWideX) {
-        if constexpr (kTokens == 1) {
-          reinterpret_cast<float*>(staged)[k] = value[0];
-        } else if constexpr (kTokens == 2) {
-          reinterpret_cast<float2*>(staged)[k] = make_float2(value[0], value[1]);
-        } else {
-          reinterpret_cast<float4*>(staged)[k] = make_float4(value[0], value[1], value[2], 0.f);
-        }
-      } else {
-        uint16_t bits[T::kSlotsPerColumn] = {};
 #pragma unroll
-        for (int n = 0; n < kTokens; ++n) {  // exact: the value came from this type, or is a power of two times it
-          bits[n] =
-              kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value[n])) : __half_as_ushort(__float2half_rn(value[n]));
+      for (int b = 0; b < kBatch; ++b) {
+        const int k = k0 + b * static_cast<int>(blockDim.x);
+        if (k >= args.staged_columns) break;
+        float value[T::kSlotsPerColumn] = {};
+#pragma unroll
+        for (int n = 0; n < kTokens; ++n) {
+          value[n] = wide                   ? __uint_as_float(raw[b][n])
+                     : args.x_dtype == kF16 ? Widen<false>(raw[b][n])
+                                            : Widen<true>(raw[b][n]);
+          if constexpr (T::kCoded) {
+            too_large |= !(fabsf(value[n]) < kLargestScaled);
+            if (scaled) value[n] *= kStagedScale;
+          }
         }
-        if constexpr (kTokens == 2) {
-          reinterpret_cast<uint32_t*>(staged)[k] = bits[0] | static_cast<uint32_t>(bits[1]) << 16;
+        if constexpr (kWideX) {
+          if constexpr (kTokens == 1) {
+            reinterpret_cast<float*>(staged)[k] = value[0];
+          } else if constexpr (kTokens == 2) {
+            reinterpret_cast<float2*>(staged)[k] = make_float2(value[0], value[1]);
+          } else {
+            reinterpret_cast<float4*>(staged)[k] = make_float4(value[0], value[1], value[2], 0.f);
+          }
         } else {
-          reinterpret_cast<uint2*>(staged)[k] =
-              make_uint2(bits[0] | static_cast<uint32_t>(bits[1]) << 16, bits[2 % T::kSlotsPerColumn]);
+          uint16_t bits[T::kSlotsPerColumn] = {};
+#pragma unroll
+          for (int n = 0; n < kTokens; ++n) {  // exact: the value came from this type, or is a power of two times it
+            bits[n] = kBf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value[n]))
+                            : __half_as_ushort(__float2half_rn(value[n]));
+          }
+          if constexpr (kTokens == 2) {
+            reinterpret_cast<uint32_t*>(staged)[k] = bits[0] | static_cast<uint32_t>(bits[1]) << 16;
+          } else {
+            reinterpret_cast<uint2*>(staged)[k] =
+                make_uint2(bits[0] | static_cast<uint32_t>(bits[1]) << 16, bits[2 % T::kSlotsPerColumn]);
+          }
         }
       }
     }
@@ -380,7 +460,8 @@ struct SharedLayout {
 // second and third for the tail. A kernel of a few microseconds runs its instructions cold, so it wins at small shapes.
 template <Coding kCoding, bool kBf16, int kRunBits, int kTokens, bool kWideX, RowStreamMode kMode, int kDepth,
           int kOccupancy, bool kCompact>
-__global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const __grid_constant__ RowStreamArgs args) {
+__global__ void __launch_bounds__(kMaxThreads, kOccupancy)
+    RowStreamSpmv(const __grid_constant__ RowStreamArgsOf<kMode == RowStreamMode::kGrouped ? kMaxGroup : 1> args) {
   using T = Traits<kCoding, kBf16, kRunBits, kTokens, kWideX>;
   extern __shared__ __align__(16) uint8_t shared[];
   const int threads = static_cast<int>(blockDim.x);
@@ -388,7 +469,6 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
   const int lane = static_cast<int>(threadIdx.x % kWarpLanes);
   const int warp = static_cast<int>(threadIdx.x / kWarpLanes);
   const int warps = static_cast<int>(blockDim.x / kWarpLanes);
-
   constexpr bool kSegmented = kMode == RowStreamMode::kSegmented;
   int g = 0;
   if constexpr (kMode != RowStreamMode::kSingle) {
@@ -413,6 +493,9 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
                                          : __ldg(&layer.tiles[tile].first_block);
     const uint8_t* block =
         layer.stream + static_cast<uint64_t>(first_block + static_cast<uint32_t>(warp * blocks)) * T::kBlockBytes;
+    EarlyX early = {};
+    constexpr bool kMayLoadEarly = kTokens == 1 && !kWideX && !kSegmented && !T::kCoded;
+    if (kMayLoadEarly && args.x_early != 0) LoadEarlyX(args.x, args.k, early);
     LaneWords words[kDepth];
 #pragma unroll
     for (int j = 0; j < kDepth; ++j) {
@@ -436,15 +519,15 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
                                              : static_cast<int>(position);
       }
     }
-
+    const int first = kSegmented ? segment * args.segment_columns : 0;
+    const int columns = kSegmented ? min(args.segment_columns, args.k - first) : args.k;
     if (segment == 0) {
       WaitForPrerequisites();
     } else {
       __syncthreads();  // every warp is done with the last segment's activations
     }
-    const int first = kSegmented ? segment * args.segment_columns : 0;
-    const int columns = kSegmented ? min(args.segment_columns, args.k - first) : args.k;
-    bool too_large = StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, T::kCoded);
+    bool too_large = StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, T::kCoded, early,
+                                                       kMayLoadEarly && args.x_early != 0);
     if (segment == 0 && thread < rows) {
       reinterpret_cast<int*>(shared + at.out_row)[thread] = out_row;
       float* const bias = reinterpret_cast<float*>(shared + at.bias) + thread;
@@ -465,7 +548,7 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
       int exponent = kStagedExponent;
       if (__syncthreads_or(too_large)) {
         exponent = 0;
-        StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, false);
+        StageX<T, kBf16, kTokens, kWideX>(args, first, columns, shared + at.staged, false, early, false);
         __syncthreads();
       }
       reinterpret_cast<int*>(partial)[thread] = base << 8 | exponent;
@@ -473,7 +556,6 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
       (void)too_large;
       __syncthreads();
     }
-
     uint32_t cursor = x_base + start * T::kColumnBytes;
     float sum[2][kTokens] = {};
     block += kDepth * T::kBlockBytes;
@@ -566,13 +648,23 @@ __global__ void __launch_bounds__(kMaxThreads, kOccupancy) RowStreamSpmv(const _
   const int row = reinterpret_cast<const int*>(shared + at.out_row)[thread];
   if (row < 0) return;
   const float bias = reinterpret_cast<const float*>(shared + at.bias)[thread];
-  const Epilogue epilogue = {layer.y, nullptr, layer.y_stride, layer.y_dtype, layer.activation};
 #pragma unroll
   for (int n = 0; n < kTokens; ++n) {
-    float y = bias;
     const float* column = partial + n * threads + thread;
-#pragma unroll 4
-    for (int p = 0; p < layer.pieces; ++p) y += column[p * rows];
+    float part[4] = {bias, 0.f, 0.f, 0.f};  // in an order that depends on the number of pieces alone
+    int p = 0;
+#pragma unroll 2
+    for (; p + 4 <= layer.pieces; p += 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[i] += column[(p + i) * rows];
+    }
+    for (; p < layer.pieces; ++p) part[0] += column[p * rows];
+    const float y = (part[0] + part[1]) + (part[2] + part[3]);
+    if (layer.y_dtype == kF32 && layer.activation == 0) {  // straight on: other code costs a miss a line
+      static_cast<float*>(layer.y)[n * layer.y_stride + row] = y;
+      continue;
+    }
+    const Epilogue epilogue = {layer.y, nullptr, layer.y_stride, layer.y_dtype, layer.activation};
     StoreOutput(epilogue, n, row, y);
   }
 }
@@ -601,6 +693,7 @@ const void* PickVariant(const RowStreamKernelKey& key) {
 
 template <Coding kCoding, bool kBf16>
 const void* PickKernel(const RowStreamKernelKey& key) {
+  if (key.coding != kCoding || key.bf16 != kBf16) return nullptr;
   const auto by_width = [&]<int kRunBits, int kTokens>() {
     return key.wide_x ? PickVariant<kCoding, kBf16, kRunBits, kTokens, true>(key)
                       : PickVariant<kCoding, kBf16, kRunBits, kTokens, false>(key);
@@ -617,7 +710,6 @@ const void* PickKernel(const RowStreamKernelKey& key) {
         return nullptr;
     }
   };
-  if (key.coding != kCoding || key.bf16 != kBf16) return nullptr;
   return key.run_bits == 2 ? by_tokens.template operator()<2>() : by_tokens.template operator()<4>();
 }
 

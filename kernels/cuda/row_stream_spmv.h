@@ -40,7 +40,8 @@ struct RowStreamLayerArgs {
   uint32_t row_reciprocal;  // ceil(2^kReciprocalBits / rows_per_tile)
 };
 
-struct RowStreamArgs {
+template <int kLayers>
+struct RowStreamArgsOf {
   const void* x;
   int64_t x_stride;
   int32_t x_dtype;
@@ -49,8 +50,11 @@ struct RowStreamArgs {
   int32_t segments;
   int32_t staged_columns;  // columns of shared memory, padding included: a multiple of 8
   int32_t layers;
-  RowStreamLayerArgs layer[kMaxGroup];
+  int32_t x_early;  // x is there when the kernel starts, and its first vectors may be loaded before the stream
+  RowStreamLayerArgs layer[kLayers];
 };
+// What the host fills in. Kernels of one layer take the part they need: fewer bytes of parameters launch faster.
+using RowStreamArgs = RowStreamArgsOf<kMaxGroup>;
 
 // kSingle: one layer, K in one segment. The loops over layers or segments cost registers and cold instructions, so each
 // is a kernel of its own.

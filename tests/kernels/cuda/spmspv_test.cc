@@ -2,6 +2,7 @@
 // and indexed input, overwrite, accumulate and deterministic modes; outputs poisoned before and fenced around.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -167,11 +168,17 @@ class SpmspvTest : public GpuTest {
   Workspace workspace_;
 };
 
+// Set for tools that slow a kernel down a hundredfold (compute-sanitizer): the same code paths, fewer repetitions.
+bool FewCases() { return std::getenv("SPMMD_TEST_FEW_CASES") != nullptr; }
+
 TEST_F(SpmspvTest, EveryShapeDensityAndMode) {
   uint32_t seed = 1;
-  for (const auto& [m, k] : std::vector<std::pair<int64_t, int64_t>>{
-           {1, 1}, {1, 3000}, {37, 100}, {512, 256}, {513, 1000}, {1500, 777}, {700, 5000}}) {
+  std::vector<std::pair<int64_t, int64_t>> shapes = {{1, 1},      {1, 3000},   {37, 100},  {512, 256},
+                                                     {513, 1000}, {1500, 777}, {700, 5000}};
+  if (FewCases()) shapes = {{37, 100}, {700, 900}};
+  for (const auto& [m, k] : shapes) {
     for (const double density : {0.0, 0.3, 0.5, 1.0}) {
+      if (FewCases() && density != 0.5) continue;
       for (const DType dtype : {DType::kF16, DType::kBf16}) {
         const DenseMatrix w = Draw(m, k, density, 0, dtype, ++seed);
         const LayerPtr layer = Upload(*Pack(Format::kColumnPiece, w.view()));
@@ -231,13 +238,60 @@ TEST_F(SpmspvTest, EveryVariant) {
   const DenseMatrix w = Draw(2000, 3000, 0.4, 0.5, DType::kF16, ++seed);
   const LayerPtr layer = Upload(*Pack(Format::kColumnPiece, w.view()));
   ASSERT_NE(layer, nullptr);
-  for (uint32_t variant = 0; variant < 4; ++variant) {
-    for (const uint32_t flags : {0u, SPMMD_CUDA_FLAG_ACCUMULATE}) {
+  for (uint32_t variant = 0; variant < 5; ++variant) {
+    for (const uint32_t flags :
+         {0u, SPMMD_CUDA_FLAG_ACCUMULATE, SPMMD_CUDA_FLAG_ACCUMULATE | SPMMD_CUDA_FLAG_DETERMINISTIC}) {
       Options o;
       o.flags = flags | (variant + 1) << SPMMD_CUDA_FLAG_VARIANT_SHIFT;
       CheckLayer(layer.get(), w, o, ++seed);
     }
   }
+}
+
+// Overwrite mode has thread blocks that wait for others: two streams that fill the device at once must both come to an
+// end, with the same bits every time.
+TEST_F(SpmspvTest, TwoStreamsAtOnce) {
+  const int64_t m = 4096;
+  const int64_t k = FewCases() ? 256 : 2048;
+  const DenseMatrix w = Draw(m, k, 0.5, 0, DType::kF16, 77);
+  const DenseMatrix x = Draw(1, k, 0.5, 0, DType::kF16, 78);
+  const LayerPtr layer = Upload(*Pack(Format::kColumnPiece, w.view()));
+  ASSERT_NE(layer, nullptr);
+  DeviceBuffer x_device(x.bytes());
+  x_device.Upload(x.view().data, x.bytes());
+  const int32_t kernel = gpu().cuda->find_kernel("column_piece_spmspv");
+  spmmd_cuda_stream streams[2] = {gpu().stream, nullptr};
+  GPU_OK(gpu().cuda->stream_create(gpu().device, &streams[1]));
+  DeviceBuffer y0(m * 4);
+  DeviceBuffer y1(m * 4);
+  DeviceBuffer* const y[2] = {&y0, &y1};
+  Workspace workspace[2];
+  spmmd_cuda_matmul call = {};
+  call.x = x_device.data();
+  call.n = 1;
+  call.x_stride = k;
+  call.x_dtype = static_cast<int32_t>(DType::kF16);
+  call.y_dtype = static_cast<int32_t>(DType::kF32);
+  call.y_stride = m;
+  uint64_t bytes = 0;
+  GPU_OK(gpu().cuda->workspace_bytes(layer.get(), kernel, &call, &bytes));
+  for (Workspace& own : workspace) own.Reserve(bytes);
+  GPU_OK(gpu().cuda->stream_synchronize(gpu().device, gpu().stream));
+  for (int i = 0; i < (FewCases() ? 2 : 200); ++i) {
+    for (int s = 0; s < 2; ++s) {
+      call.y = y[s]->data();
+      call.workspace = workspace[s].data();
+      call.workspace_bytes = workspace[s].bytes();
+      GPU_OK(gpu().cuda->launch(layer.get(), kernel, &call, streams[s]));
+    }
+  }
+  for (const spmmd_cuda_stream stream : streams) GPU_OK(gpu().cuda->stream_synchronize(gpu().device, stream));
+  const std::vector<std::byte> first = y0.Download();
+  EXPECT_EQ(first, y1.Download());
+  const absl::Status status = CompareToReference({first.data(), DType::kF32, 1, m, m},
+                                                 ReferenceMatmul(w.view(), x.view()), DefaultTolerance(DType::kF32, k));
+  EXPECT_TRUE(status.ok()) << status;
+  gpu().cuda->stream_destroy(gpu().device, streams[1]);
 }
 
 // fp16 weights with activations far outside fp16's range, and tiny ones.
@@ -313,6 +367,7 @@ TEST_F(SpmspvTest, Celty) {
   uint32_t seed = 4000;
   for (const DType dtype : {DType::kF16, DType::kBf16}) {
     for (const auto& [m, k] : std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {300, 700}, {256, 64}, {513, 2100}}) {
+      if (FewCases() && m * k > 16384) continue;
       for (const double density : {0.0, 0.1, 0.5, 1.0}) {
         const DenseMatrix w = Draw(m, k, density, 0.5, dtype, ++seed);
         const LayerPtr layer = Upload(*Pack(Format::kRlcCsc, w.view()));
