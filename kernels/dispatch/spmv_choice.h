@@ -27,7 +27,7 @@ struct SpmvTuning {
   SpmvCost dense;
 };
 
-// Measured on an H200 (4.7 TB/s when reading only). `chained`: launches with SPMMD_CUDA_FLAG_CHAIN, whose start hides
+// Measured on an H200 (4.6 TB/s when reading only). `chained`: launches with SPMMD_CUDA_FLAG_CHAIN, whose start hides
 // behind the kernel before them; dense is charged the same, it has no such launch.
 SpmvTuning H200SpmvTuning(bool chained = false);
 
