@@ -9,6 +9,7 @@
 #include "kernels/cuda/rlc_csc_spmspv.h"
 #include "kernels/cuda/row_stream_spmv.h"
 #include "kernels/cuda/spmm_pair.h"
+#include "kernels/cuda/spmm_stream.h"
 #include "kernels/cuda/three_layer_spmm.h"
 
 namespace spmmd::cuda {
@@ -16,8 +17,15 @@ namespace {
 
 // Order is the kernel's number in the ABI of one build; callers find kernels by name.
 const Kernel* const kKernels[] = {
-    &kDenseCublasLt, &kSpmmTile, &kSpmmPair, &kRowStreamSpmv, &kColumnPieceSpmspv, &kColumnPieceSpmspvIndexed,
-    &kRlcCscSpmspv,   &kThreeLayerSpmm,
+    &kDenseCublasLt,
+    &kSpmmTile,
+    &kSpmmPair,
+    &kSpmmStream,
+    &kRowStreamSpmv,
+    &kColumnPieceSpmspv,
+    &kColumnPieceSpmspvIndexed,
+    &kRlcCscSpmspv,
+    &kThreeLayerSpmm,
 };
 
 const FormatHooks kFormats[] = {

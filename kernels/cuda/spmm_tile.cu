@@ -50,6 +50,10 @@ constexpr int kDynamicAlignment = 1024;
 constexpr int ConsumerRegisters(int groups) { return groups == 4 ? 112 : groups == 3 ? 160 : 240; }
 constexpr int ProducerRegisters(int groups) { return groups == 4 ? 32 : 24; }
 constexpr int kStepsPerCommit = 2;
+// Of the second kernel: one CTA of it, with 32 registers a thread and no shared memory but the system's, fits beside
+// one of four warpgroups of the first, so that it waits on the SM instead of being launched at the end.
+constexpr int kFinishThreads = 128;
+constexpr int kSystemShared = 1024;
 
 struct TileParams {
   tile::Plan plan;
@@ -310,11 +314,11 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
 // Adds up the shares of the leftover tiles: one warp a row block and token
 // tile.
 template <int kTokens>
-__global__ __launch_bounds__(256) void TileFinish(const __grid_constant__ TileParams p) {
+__global__ __launch_bounds__(kFinishThreads, 16) void TileFinish(const __grid_constant__ TileParams p) {
   constexpr int kTiles = kTokens / 8;
   const tile::Plan &plan = p.plan;
   TriggerDependents();
-  const int item = static_cast<int>(blockIdx.x * 8 + threadIdx.x / 32);
+  const int item = static_cast<int>(blockIdx.x * (kFinishThreads / 32) + threadIdx.x / 32);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int blocks = plan.height * 4;
   const int tile = item % kTiles;
@@ -369,7 +373,7 @@ FinishKernel FindFinish(int tokens) {
 
 int64_t MaxDynamicShared(const spmmd_cuda_device &device) {
   constexpr int64_t kStatic = (sizeof(TileShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
-  return static_cast<int64_t>(device.max_shared_bytes) - kStatic;
+  return static_cast<int64_t>(device.max_shared_bytes) - kStatic - kSystemShared;
 }
 
 // Plans are made once for each kind of launch.
@@ -452,9 +456,9 @@ Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const Activat
   config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
   SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
   if (p.plan.leftovers > 0) {
-    config.gridDim =
-        dim3(static_cast<unsigned>(CeilDiv(int64_t{p.plan.leftovers} * p.plan.height * 4 * (p.plan.tokens / 8), 8)));
-    config.blockDim = dim3(256);
+    config.gridDim = dim3(static_cast<unsigned>(
+        CeilDiv(int64_t{p.plan.leftovers} * p.plan.height * 4 * (p.plan.tokens / 8), kFinishThreads / 32)));
+    config.blockDim = dim3(kFinishThreads);
     config.dynamicSmemBytes = 0;
     config.numAttrs = 1;
     SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, FindFinish(p.plan.tokens), p));

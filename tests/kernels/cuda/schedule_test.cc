@@ -12,6 +12,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/pair_schedule.h"
+#include "kernels/cuda/stream_schedule.h"
 #include "kernels/cuda/three_layer_schedule.h"
 #include "kernels/cuda/tile_schedule.h"
 #include "kernels/format/bitmap_gpu_layout.h"
@@ -170,6 +171,56 @@ TEST(PairSchedule, MultipliesEveryChunkOnce) {
                                         << tokens << ", " << problem.multiprocessors << " SMs, chunk "
                                         << problem.stage_bytes);
       taken += CheckPair(problem, tokens) ? 1 : 0;
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
+  EXPECT_GT(taken, 20);
+}
+
+// True if the kernel takes the problem.
+bool CheckStream(const Problem &problem, int tokens, int only) {
+  const stream::Plan plan = stream::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks,
+                                             problem.col_blocks, tokens, problem.chunk_cols, problem.stage_bytes, only);
+  if (plan.pairs == 0) return false;
+  EXPECT_LE(stream::SharedBytes(plan, tokens, problem.chunk_cols, problem.stage_bytes), kSharedBytes);
+  EXPECT_LE(plan.pairs * 2, problem.multiprocessors);
+  EXPECT_LE(plan.warps(), stream::kMaxWarps);
+  EXPECT_LE(plan.depth * plan.slots, stream::kMaxSlots);
+  EXPECT_LE(plan.rounds, stream::kMaxRounds);
+  std::vector<int> visits(static_cast<size_t>(problem.row_blocks) * static_cast<size_t>(problem.col_blocks));
+  for (int cluster = 0; cluster < plan.pairs; ++cluster) {
+    EXPECT_GT(plan.Rows(cluster), 0);
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int warp = 0; warp < plan.warps(); ++warp) {
+        const int row = warp % plan.height;
+        const int place = warp / plan.height;
+        const stream::Share share = stream::ShareOf(plan, cluster, rank, row, place);
+        for (int i = 0; i < share.rounds * share.steps; ++i) {
+          const IntPair at = stream::Find(share, i);
+          EXPECT_EQ(at.x, i / share.steps);
+          EXPECT_EQ(at.y, i % share.steps);
+          const int in_pair = at.x * plan.height + row;
+          EXPECT_LT(in_pair, plan.Rows(cluster));
+          const int col = at.y * plan.depth + place;
+          EXPECT_LT(col, plan.Cols(rank));
+          ++visits[static_cast<size_t>(cluster * plan.rows + in_pair) * static_cast<size_t>(problem.col_blocks) +
+                   static_cast<size_t>(plan.FirstCol(rank) + col)];
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+  return true;
+}
+
+TEST(StreamSchedule, MultipliesEveryChunkOnce) {
+  int taken = 0;
+  for (const Problem &problem : Problems()) {
+    for (const int tokens : {8, 16, 32, 64}) {
+      SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tokens "
+                                        << tokens << ", " << problem.multiprocessors << " SMs, chunk "
+                                        << problem.stage_bytes);
+      for (int only = 0; only < 12; ++only) taken += CheckStream(problem, tokens, only) ? 1 : 0;
       if (::testing::Test::HasFailure()) return;
     }
   }
