@@ -1,4 +1,4 @@
-"""Draws docs/measurements/*.svg from the CSV files beside it: python docs/measurements/plot_spmv.py (needs matplotlib)."""
+"""Draws docs/measurements/*.svg from the CSV files beside it: python docs/measurements/plot_spmv.py, with matplotlib."""
 
 from __future__ import annotations
 
@@ -45,16 +45,20 @@ def shape(row: dict[str, str]) -> str:
 
 
 def main() -> None:
-    spmv: dict[str, dict[str, float]] = {}
-    for row in rows("spmv.csv"):
-        if row["kernel"] != "row_stream_spmv" or row["sparsity"] not in ("0.50", "0.70"):
-            continue
-        code = config(row)["code"]
-        if (row["dtype"], code) not in (("fp16", "0"), ("bf16", "2")):
-            continue
-        label = f"{row['dtype']}{' coded' if code == '2' else ''}, {float(row['sparsity']):.0%}"
-        spmv.setdefault(label, {})[shape(row)] = float(row["ratio_vs_dense"])
-    draw("SpMV, N = 1, H200, no dependent launch", spmv, "spmv.svg")
+    for chained, title, target in (
+        (False, "SpMV, N = 1, H200, no dependent launch", "spmv.svg"),
+        (True, "SpMV, N = 1, H200, dependent launch (baseline without)", "spmv-chain.svg"),
+    ):
+        spmv: dict[str, dict[str, float]] = {}
+        for row in rows("spmv.csv"):
+            if row["kernel"] != "row_stream_spmv" or row["sparsity"] not in ("0.50", "0.70"):
+                continue
+            code = config(row)["code"]
+            if (row["dtype"], code) not in (("fp16", "0"), ("bf16", "2")) or (config(row)["chain"] != "0") != chained:
+                continue
+            label = f"{row['dtype']}{' coded' if code == '2' else ''}, {float(row['sparsity']):.0%}"
+            spmv.setdefault(label, {})[shape(row)] = float(row["ratio_vs_dense"])
+        draw(title, spmv, target)
 
     spmspv: dict[str, dict[str, float]] = {}
     for row in rows("spmspv.csv"):

@@ -53,7 +53,7 @@ struct RowStreamArgsOf {
   int32_t x_early;  // x is there when the kernel starts, and its first vectors may be loaded before the stream
   RowStreamLayerArgs layer[kLayers];
 };
-// What the host fills in. Kernels of one layer take the part they need: fewer bytes of parameters launch faster.
+// What the host fills in; kernels of one layer take the part they need.
 using RowStreamArgs = RowStreamArgsOf<kMaxGroup>;
 
 // kSingle: one layer, K in one segment. The loops over layers or segments cost registers and cold instructions, so each
