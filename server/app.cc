@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -64,7 +66,6 @@ absl::Status App::Init() {
   SetDefaultThreads(options_.cpu_threads);
   metrics_ = std::make_shared<Metrics>();
   SPMMD_RETURN_IF_ERROR(StartDevices());
-  if (!options_.cache_dir.empty()) LogWarning("--cache-dir has no effect in this version");
   metrics_->SetBuildInfo(Version(), Revision(), backend_);
 
   std::vector<Device*> devices;
@@ -72,6 +73,13 @@ absl::Status App::Init() {
   LayerCatalog::Options catalog;
   catalog.model_repository = options_.model_repository;
   catalog.max_chunk_bytes = options_.max_chunk_bytes;
+  if (!options_.cache_dir.empty()) {
+    std::error_code error;
+    std::filesystem::create_directories(options_.cache_dir, error);
+    if (error)
+      return absl::FailedPreconditionError(absl::StrCat("--cache-dir: ", options_.cache_dir, ": ", error.message()));
+    catalog.cache_dir = options_.cache_dir;
+  }
   catalog.shard_index = options_.shard_index;
   catalog.shard_count = options_.shard_count;
   catalog_ = std::make_unique<LayerCatalog>(std::move(catalog), std::move(devices), metrics_.get());

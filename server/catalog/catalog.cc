@@ -70,6 +70,7 @@ LayerCatalog::LayerCatalog(Options options, std::vector<Device*> devices, Metric
     : options_(std::move(options)),
       devices_(std::move(devices)),
       metrics_(metrics),
+      cache_(options_.cache_dir.empty() ? nullptr : std::make_unique<PackedCache>(options_.cache_dir)),
       host_budget_("host memory for registrations", reason::kHostMemory, UploadLimit(options_)) {
   metrics_->SetUploadBytesSource([this] { return host_budget_.used(); });
 }

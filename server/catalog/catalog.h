@@ -26,6 +26,7 @@
 #include "server/catalog/content.h"
 #include "server/catalog/file_source.h"
 #include "server/catalog/layer.h"
+#include "server/catalog/packed_cache.h"
 #include "server/device/device.h"
 #include "server/metrics/metrics.h"
 #include "server/pb.h"
@@ -49,6 +50,8 @@ class LayerCatalog {
     int shard_count = 1;
     // Layers, all versions counted. A tiny layer costs the host more than the device bytes that its budget counts.
     int64_t max_layers = 100'000;
+    // Where packed layers are kept for the next start; empty: nowhere. The directory exists.
+    std::string cache_dir = "";
   };
 
   // At least one device. Devices and metrics must outlive the catalog; every Upload must be gone before it.
@@ -119,6 +122,7 @@ class LayerCatalog {
   const Options options_;
   const std::vector<Device*> devices_;
   Metrics* const metrics_;
+  const std::unique_ptr<PackedCache> cache_;  // null without a cache directory
   MemoryBudget host_budget_;
   std::atomic<uint64_t> generation_{1};
 
@@ -165,8 +169,13 @@ class Upload {
   absl::Status Start();
   void SetState(pb::LayerState state);
   absl::StatusOr<std::shared_ptr<const LayerContent>> Resolve();
-  // Packs one copy of the weights or, when sharded, each device's rows, and loads it.
-  absl::Status LoadCopies(DenseMatrix weights, const std::vector<float>& bias, Format format, LayerContent* content);
+  // Parts are what devices hold: the whole matrix, or each device's rows of a sharded layer.
+  int64_t PartCount() const;
+  // All parts from the packed cache, or none.
+  std::vector<PackedLayer> CachedParts(std::string* format_reason) const;
+  // Converts, prunes and packs the content.
+  absl::StatusOr<std::vector<PackedLayer>> PackParts(std::string* format_reason);
+  absl::Status LoadParts(std::vector<PackedLayer> parts, const std::vector<float>& bias, LayerContent* content);
   // Checks, prunes, packs and loads the content that has arrived.
   absl::StatusOr<std::shared_ptr<const LayerContent>> Convert(const std::string& xxh3);
   absl::Status ReadFile();

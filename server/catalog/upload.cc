@@ -63,7 +63,7 @@ absl::Status Upload::Start() {
   SPMMD_RETURN_IF_ERROR(CheckSpec(spec_, /*complete=*/true));
   SPMMD_ASSIGN_OR_RETURN(devices_, catalog_->DevicesFor(spec_.placement()));
   SPMMD_RETURN_IF_ERROR(CheckFormat(spec_, *devices_.front()));
-  const auto shards = static_cast<int64_t>(spec_.placement() == pb::PLACEMENT_SHARDED ? devices_.size() : 1);
+  const int64_t shards = PartCount();
   if (spec_.m() < shards) {
     return FieldError("spec.placement", absl::StrCat(spec_.m(), " rows cannot be split over ", shards, " devices"));
   }
@@ -180,7 +180,69 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Resolve() {
 absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::string& xxh3) {
   const absl::Time start = absl::Now();
   SPMMD_RETURN_IF_ERROR(CheckCancelled());
-  SPMMD_ASSIGN_OR_RETURN(std::vector<float> bias, content_->TakeBias());
+  SPMMD_ASSIGN_OR_RETURN(const std::vector<float> bias, content_->TakeBias());
+  auto content = std::make_shared<LayerContent>();
+  std::vector<PackedLayer> parts = CachedParts(&content->format_reason);
+  const bool cached = !parts.empty();
+  if (!cached) {
+    SPMMD_ASSIGN_OR_RETURN(parts, PackParts(&content->format_reason));
+  }
+  content_.reset();
+  const absl::Duration took = absl::Now() - start;
+
+  content->key = key_;
+  content->k = parts.front().k;
+  content->dtype = parts.front().dtype;
+  content->format = parts.front().format;
+  for (const PackedLayer& part : parts) {
+    content->m += part.m;
+    content->nnz += part.nnz;
+    for (const Section& packed_section : part.sections) {
+      const pb::LayerSection section = DescribeSection(part, packed_section);
+      const auto sum = std::find_if(content->sections.begin(), content->sections.end(),
+                                    [&](const pb::LayerSection& s) { return s.name() == section.name(); });
+      if (sum == content->sections.end()) {
+        content->sections.push_back(section);
+      } else {
+        sum->set_bytes(sum->bytes() + section.bytes());
+        sum->set_padding_bytes(sum->padding_bytes() + section.padding_bytes());
+      }
+    }
+  }
+  content->has_bias = !bias.empty();
+  if (!bias.empty()) {
+    pb::LayerSection section;
+    section.set_name("bias");
+    section.set_bytes(bias.size() * sizeof(float));
+    content->sections.push_back(std::move(section));
+  }
+  for (const pb::LayerSection& section : content->sections) content->bytes += section.bytes();
+  content->xxh3 = xxh3;
+  content->pack_seconds = absl::ToDoubleSeconds(took);
+  SPMMD_RETURN_IF_ERROR(LoadParts(std::move(parts), bias, content.get()));
+  if (!cached) catalog_->metrics_->LayerPacked(std::string(Name(content->format)), took);
+  catalog_->metrics_->LayerLoaded(cached ? "cache" : spec_.has_file() ? "file" : "upload");
+  return std::shared_ptr<const LayerContent>(std::move(content));
+}
+
+int64_t Upload::PartCount() const {
+  return spec_.placement() == pb::PLACEMENT_SHARDED ? static_cast<int64_t>(devices_.size()) : 1;
+}
+
+std::vector<PackedLayer> Upload::CachedParts(std::string* format_reason) const {
+  std::vector<PackedLayer> parts;
+  const PackedCache* const cache = catalog_->cache_.get();
+  if (cache == nullptr) return parts;
+  for (int64_t part = 0; part < PartCount(); ++part) {
+    std::optional<PackedCache::Entry> entry = cache->Find({key_, devices_.front()->backend(), part, PartCount()});
+    if (!entry.has_value() || !devices_.front()->CanExecute(entry->layer.format)) return {};
+    *format_reason = std::move(entry->format_reason);
+    parts.push_back(std::move(entry->layer));
+  }
+  return parts;
+}
+
+absl::StatusOr<std::vector<PackedLayer>> Upload::PackParts(std::string* format_reason) {
   SPMMD_ASSIGN_OR_RETURN(DenseMatrix weights, content_->TakeWeights());
   content_.reset();
   SPMMD_RETURN_IF_ERROR(CheckCancelled());
@@ -204,68 +266,44 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
   } else {
     choice = {devices_.front()->Layout(*FromProto(spec_.format())), "Chosen by the caller."};
   }
-  auto content = std::make_shared<LayerContent>();
-  content->key = key_;
-  content->m = weights.rows();
-  content->k = weights.cols();
-  content->dtype = weights.dtype();
-  content->format = choice.format;
-  content->format_reason = std::move(choice.reason);
-  content->has_bias = !bias.empty();
-  content->xxh3 = xxh3;
-  SPMMD_RETURN_IF_ERROR(LoadCopies(std::move(weights), bias, choice.format, content.get()));
-  if (!bias.empty()) {
-    pb::LayerSection section;
-    section.set_name("bias");
-    section.set_bytes(bias.size() * sizeof(float));
-    content->sections.push_back(std::move(section));
-  }
-  for (const pb::LayerSection& section : content->sections) content->bytes += section.bytes();
-  const absl::Duration took = absl::Now() - start;
-  content->pack_seconds = absl::ToDoubleSeconds(took);
-  catalog_->metrics_->LayerPacked(std::string(Name(content->format)), took);
-  catalog_->metrics_->LayerLoaded(spec_.has_file() ? "file" : "upload");
-  return std::shared_ptr<const LayerContent>(std::move(content));
-}
-
-absl::Status Upload::LoadCopies(DenseMatrix weights, const std::vector<float>& bias, Format format,
-                                LayerContent* content) {
   PackOptions options;
   options.allow_nonfinite = spec_.allow_nonfinite();
-  const bool sharded = spec_.placement() == pb::PLACEMENT_SHARDED;
-  const auto count = static_cast<int64_t>(sharded ? devices_.size() : 1);
-  for (int64_t shard = 0; shard < count; ++shard) {
-    const auto [begin, end] = ShareOf(content->m, shard, count);
+  std::vector<PackedLayer> parts;
+  for (int64_t part = 0; part < PartCount(); ++part) {
+    const auto [begin, end] = ShareOf(weights.rows(), part, PartCount());
     DenseView rows = weights.view();
     rows.data = weights.view().row(begin);
     rows.rows = end - begin;
-    absl::StatusOr<PackedLayer> packed = Pack(format, rows, options);
+    absl::StatusOr<PackedLayer> packed = Pack(choice.format, rows, options);
     if (!packed.ok()) return AtField("content", packed.status());
-    if (shard + 1 == count) weights = DenseMatrix();
     SPMMD_RETURN_IF_ERROR(CheckCancelled());
-    content->nnz += packed->nnz;
-    for (const Section& packed_section : packed->sections) {
-      const pb::LayerSection section = DescribeSection(*packed, packed_section);
-      const auto sum = std::find_if(content->sections.begin(), content->sections.end(),
-                                    [&](const pb::LayerSection& s) { return s.name() == section.name(); });
-      if (sum == content->sections.end()) {
-        content->sections.push_back(section);
-      } else {
-        sum->set_bytes(sum->bytes() + section.bytes());
-        sum->set_padding_bytes(sum->padding_bytes() + section.padding_bytes());
-      }
+    if (catalog_->cache_ != nullptr) {
+      // Without it the next start packs again: no reason to refuse the layer.
+      catalog_->cache_->Store({key_, devices_.front()->backend(), part, PartCount()}, *packed, choice.reason)
+          .IgnoreError();
     }
+    parts.push_back(*std::move(packed));
+  }
+  *format_reason = std::move(choice.reason);
+  return parts;
+}
+
+absl::Status Upload::LoadParts(std::vector<PackedLayer> parts, const std::vector<float>& bias, LayerContent* content) {
+  int64_t begin = 0;
+  for (size_t part = 0; part < parts.size(); ++part) {
+    const int64_t end = begin + parts[part].m;
     std::vector<float> bias_rows;
     if (!bias.empty()) bias_rows.assign(bias.begin() + begin, bias.begin() + end);
-    // A replicated layer goes to every device, a shard to its own.
-    const size_t first = sharded ? static_cast<size_t>(shard) : 0;
-    const size_t last = sharded ? first : devices_.size() - 1;
+    // A part goes to its device; the only one, to all devices.
+    const size_t first = parts.size() > 1 ? part : 0;
+    const size_t last = parts.size() > 1 ? part : devices_.size() - 1;
     for (size_t d = first; d <= last; ++d) {
-      SPMMD_ASSIGN_OR_RETURN(
-          std::unique_ptr<ResidentLayer> resident,
-          devices_[d]->Load(d == last ? *std::move(packed) : *packed, bias_rows, std::move(device_memory_[d])));
+      PackedLayer packed = d == last ? std::move(parts[part]) : parts[part];
+      SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<ResidentLayer> resident,
+                             devices_[d]->Load(std::move(packed), bias_rows, std::move(device_memory_[d])));
       content->copies.push_back({devices_[d], begin, end, std::move(resident)});
     }
+    begin = end;
   }
   return absl::OkStatus();
 }
