@@ -14,6 +14,10 @@ std::string HintFor(const absl::Status& status, const std::string& server) {
   if (reason == "NO_MODEL_REPOSITORY") return "start spmmd with --model-repository=DIR, or register a local file";
   if (reason == "DEVICE_MEMORY") return "unregister or unpin layers; `spmmctl status` shows each device's memory";
   for (const auto& violation : client::FieldViolations(status)) {
+    if (violation.field == "content" &&
+        (absl::StrContains(violation.description, "NaN") || absl::StrContains(violation.description, "infinity"))) {
+      return "--allow-nonfinite keeps such values";
+    }
     if (absl::StartsWith(violation.field, "inputs[")) return "`spmmctl describe` shows the shape that the layer takes";
   }
   // gRPC's own refusal, made before the server sees the request.
@@ -40,6 +44,7 @@ std::string HintFor(const absl::Status& status, const std::string& server) {
         return "the connection stalled, or is slower than the server's --upload-idle-timeout";
       return "--timeout allows more time";
     case absl::StatusCode::kUnauthenticated:
+      if (absl::StrContains(status.message(), "not known")) return "it is none of the server's --auth-token-file";
       return "the server wants a token: --token-file";
     case absl::StatusCode::kUnimplemented:
       return "`spmmctl status` shows the server's version, backend and formats";

@@ -105,13 +105,13 @@ absl::Status WriteFileAtomically(const std::string& path, absl::Span<const absl:
   static std::atomic<uint64_t> counter{0};
   const std::string temporary = absl::StrCat(path, ".tmp.", getpid(), ".", counter.fetch_add(1));
   FileDescriptor fd(open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
-  if (fd.get() < 0) return absl::ErrnoToStatus(errno, absl::StrCat("create ", temporary));
+  if (fd.get() < 0) return absl::ErrnoToStatus(errno, absl::StrCat("create ", path));
   const absl::Status status = [&] {
     for (const absl::Span<const std::byte> piece : pieces) {
-      SPMMD_RETURN_IF_ERROR(WriteAll(fd.get(), piece, temporary));
+      SPMMD_RETURN_IF_ERROR(WriteAll(fd.get(), piece, path));
     }
-    if (fsync(fd.get()) != 0) return absl::ErrnoToStatus(errno, absl::StrCat("sync ", temporary));
-    if (fd.Close() != 0) return absl::ErrnoToStatus(errno, absl::StrCat("close ", temporary));
+    if (fsync(fd.get()) != 0) return absl::ErrnoToStatus(errno, absl::StrCat("sync ", path));
+    if (fd.Close() != 0) return absl::ErrnoToStatus(errno, absl::StrCat("close ", path));
     if (rename(temporary.c_str(), path.c_str()) != 0) {
       return absl::ErrnoToStatus(errno, absl::StrCat("rename ", temporary, " to ", path));
     }

@@ -168,6 +168,8 @@ TEST(Errors, CarryAHint) {
               HasSubstr("hint: is spmmd running at unix:/s?"));
   EXPECT_THAT(ErrorText(absl::UnavailableError("Ssl handshake failed"), "h:1", false), HasSubstr("--tls-ca"));
   EXPECT_THAT(ErrorText(absl::UnauthenticatedError("no token"), "h:1", false), HasSubstr("--token-file"));
+  EXPECT_THAT(ErrorText(absl::UnauthenticatedError("the bearer token is not known"), "h:1", false),
+              HasSubstr("hint: it is none of"));
   EXPECT_EQ(ErrorText(absl::DataLossError("x"), "h:1", false), "spmmctl: DATA_LOSS: x\n");
 
   google::rpc::ErrorInfo info;
@@ -175,6 +177,13 @@ TEST(Errors, CarryAHint) {
   const absl::Status unknown =
       client::FromGrpcStatus(client::ErrorWithDetail(grpc::StatusCode::NOT_FOUND, "no layer", info));
   EXPECT_THAT(ErrorText(unknown, "h:1", false), HasSubstr("`spmmctl list`"));
+
+  google::rpc::BadRequest bad;
+  bad.add_field_violations()->set_field("content");
+  bad.mutable_field_violations(0)->set_description("weights: NaN at row 0, column 0");
+  const absl::Status nan =
+      client::FromGrpcStatus(client::ErrorWithDetail(grpc::StatusCode::INVALID_ARGUMENT, "content: NaN", bad));
+  EXPECT_THAT(ErrorText(nan, "h:1", false), HasSubstr("--allow-nonfinite"));
 }
 
 TEST(Errors, AsJsonAreOneLine) {

@@ -151,6 +151,9 @@ TEST(FileIoTest, NeverReplacesWhatIsNoRegularFile) {
   const std::string pipe = ::testing::TempDir() + "file_io_pipe." + std::to_string(getpid());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_EQ(WriteFileAtomically(pipe, {}).code(), absl::StatusCode::kFailedPrecondition);
+  // The error names the file asked for, not the temporary one.
+  EXPECT_EQ(WriteFileAtomically("/no-such-directory/w.spmmpk", {}).message(),
+            "create /no-such-directory/w.spmmpk: No such file or directory");
   struct stat info;
   ASSERT_EQ(stat(pipe.c_str(), &info), 0);
   EXPECT_TRUE(S_ISFIFO(info.st_mode));
