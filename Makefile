@@ -4,6 +4,7 @@
 #   make test       build everything and run every test that needs no GPU
 #   make bench      CPU benchmarks beside OpenBLAS, into bench-results/
 #   make bench-gpu  the same on a GPU beside cuBLASLt
+#   make test-gpu   the GPU tests, plain and under compute-sanitizer
 #   make asan tsan  the tests under sanitizers
 #   make lint       clang-format, clang-tidy, buf, ruff, mypy, shellcheck
 #   make fuzz       every fuzzer for a few seconds from its kept corpus
@@ -22,17 +23,21 @@ VENV := .venv/bin
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := true
 
-.PHONY: setup build demo test bench bench-gpu asan tsan lint format fuzz dist clean
+.PHONY: setup configure build demo test bench bench-gpu test-gpu asan tsan lint format fuzz dist clean
 
 setup:
 	@scripts/setup.sh
 
-build: setup
+configure: setup
 	@cmake --preset release $(CMAKE_ARGS) >build-configure.log 2>&1 || { cat build-configure.log; exit 1; }
 	@rm -f build-configure.log
+
+build: configure
 	@cmake --build build -j $(JOBS)
 
-demo: build
+# Only the programs it runs: half of what `build` compiles are tests and benchmarks.
+demo: configure
+	@cmake --build build -j $(JOBS) --target spmmd spmmctl
 	@scripts/demo.sh
 
 test: build
@@ -46,6 +51,9 @@ bench: build
 
 bench-gpu: build
 	@scripts/bench_gpu.sh
+
+test-gpu: build
+	@scripts/gpu_check.sh
 
 asan: setup
 	@cmake --preset asan $(CMAKE_ARGS) >/dev/null
