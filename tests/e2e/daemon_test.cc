@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -125,6 +126,19 @@ TEST(DaemonTest, CudaWithoutAGpuIsAClearError) {
   if (server.WaitReady()) GTEST_SKIP() << "this host has a GPU";
   EXPECT_EQ(server.WaitExit(), 1);
   EXPECT_THAT(server.err(), HasSubstr("--backend=cuda"));
+}
+
+TEST(DaemonTest, ALostGpuEndsTheProcessWhenAsked) {
+  TempDir directory;
+  setenv("SPMMD_FAKE_CUDA_BREAK_FILE", directory.File("broken").c_str(), 1);
+  ServerProcess server({"--listen=127.0.0.1:0", "--metrics-listen=off", "--backend=cuda", "--device=cuda:0",
+                        "--cuda-library=" SPMMD_FAKE_CUDA_LIBRARY, "--exit-on-device-failure"});
+  unsetenv("SPMMD_FAKE_CUDA_BREAK_FILE");
+  ASSERT_TRUE(server.WaitReady()) << server.err();
+  EXPECT_THAT(server.out(), HasSubstr("backend=cuda devices=1"));
+  directory.Write("broken", "");
+  EXPECT_EQ(server.WaitExit(), 1);
+  EXPECT_THAT(server.err(), HasSubstr("device lost"));
 }
 
 TEST(DaemonTest, HealthCheckCommand) {

@@ -74,6 +74,18 @@ TEST_F(OptionsTest, DefaultsAreTheContract) {
   EXPECT_TRUE(options.layers.empty());
 }
 
+TEST_F(OptionsTest, Gpus) {
+  const Options options = ParseOk(
+      {"--backend=cuda", "--device=cuda:2", "--device=cuda:0", "--cuda-library=/x.so", "--exit-on-device-failure"});
+  EXPECT_THAT(options.cuda_devices, ElementsAre(2, 0));
+  EXPECT_EQ(options.cuda_library, "/x.so");
+  EXPECT_TRUE(options.exit_on_device_failure);
+  EXPECT_THAT(ParseError({"--device=gpu0"}), HasSubstr("'gpu0' is not of the form cuda:N"));
+  EXPECT_THAT(ParseError({"--device=cuda:-1"}), HasSubstr("cuda:N"));
+  EXPECT_THAT(ParseError({"--device=cuda:1", "--device=cuda:1"}), HasSubstr("given twice"));
+  EXPECT_THAT(ParseError({"--backend=cpu", "--device=cuda:1"}), HasSubstr("--device: not with --backend=cpu"));
+}
+
 TEST_F(OptionsTest, EveryFlagOfTheContractIsInHelp) {
   auto command = Parse({"--help"});
   ASSERT_TRUE(command.ok()) << command.status();

@@ -63,7 +63,8 @@ TEST_F(CudaDeviceTest, EveryFormatTypeAndWidth) {
   constexpr int64_t kK = 264;
   std::vector<float> bias(kM);
   for (size_t i = 0; i < bias.size(); ++i) bias[i] = 0.01f * static_cast<float>(i) - 1;
-  for (const pb::Format format : {pb::FORMAT_DENSE, pb::FORMAT_BITMAP, pb::FORMAT_ROW_STREAM, pb::FORMAT_RLC_CSC}) {
+  for (const pb::Format format :
+       {pb::FORMAT_DENSE, pb::FORMAT_BITMAP, pb::FORMAT_ROW_STREAM, pb::FORMAT_RLC_CSC, pb::FORMAT_THREE_LAYER}) {
     for (const DType weights : {DType::kF16, DType::kBf16}) {
       const DenseMatrix w = RandomMatrix(weights, kM, kK, 0.5, 1);
       pb::LayerSpec spec = DenseSpec("w", w.view());
@@ -153,6 +154,49 @@ TEST_F(CudaDeviceTest, MlpInOneCallStaysOnTheDevice) {
     compare(1, g, DefaultTolerance(DType::kBf16, 128));
     compare(2, g, DefaultTolerance(DType::kF32, 128));
     compare(3, u, DefaultTolerance(DType::kF16, 128));
+  }
+}
+
+// From the second time on a request is replayed as a graph.
+TEST_F(CudaDeviceTest, RepeatedRequestsStayRight) {
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix up = RandomMatrix(DType::kF16, 320, 192, 0.5, 1);
+  const DenseMatrix down = RandomMatrix(DType::kF16, 192, 320, 0.5, 2);
+  for (const pb::Format format : {pb::FORMAT_BITMAP, pb::FORMAT_DENSE, pb::FORMAT_ROW_STREAM, pb::FORMAT_RLC_CSC}) {
+    for (const auto& [name, w] : {std::pair{"up", &up}, {"down", &down}}) {
+      pb::LayerSpec spec = DenseSpec(name, w->view());
+      spec.set_format(format);
+      const auto layer = core.Register(spec, w->view());
+      ASSERT_TRUE(layer.ok()) << layer.status();
+    }
+    for (int round = 0; round < 4; ++round) {
+      for (const int64_t n : {1, 2, 24}) {
+        for (const uint32_t seed : {5u, 6u}) {
+          const DenseMatrix x = RandomMatrix(DType::kF16, n, 192, 0, seed);
+          pb::ExecuteRequest request = MatmulRequest("up", x.view());
+          pb::Program& program = *request.mutable_program();
+          AddMatmul(&program, "d", "down", "y");
+          program.add_outputs()->set_step("d");
+          program.mutable_outputs(0)->set_dtype(pb::DATA_TYPE_F16);
+          pb::ExecuteResponse response;
+          const absl::Status status = core.Execute(request, &response);
+          ASSERT_TRUE(status.ok()) << status;
+          const Reference h = ReferenceMatmul(up.view(), x.view());
+          absl::Status compared =
+              CompareToReference(ViewOf(response.outputs(0).tensor()), h, DefaultTolerance(DType::kF16, 192));
+          EXPECT_TRUE(compared.ok()) << pb::Format_Name(format) << " round " << round << " n " << n << ": " << compared;
+          DenseMatrix between = *DenseMatrix::Create(DType::kF32, n, 320);
+          for (size_t i = 0; i < h.y.size(); ++i) {
+            reinterpret_cast<float*>(between.mutable_view().data)[i] = static_cast<float>(h.y[i]);
+          }
+          compared =
+              CompareToReference(ViewOf(response.outputs(1).tensor()), ReferenceMatmul(down.view(), between.view()),
+                                 2 * DefaultTolerance(DType::kF16, 320));
+          EXPECT_TRUE(compared.ok()) << pb::Format_Name(format) << " round " << round << " n " << n << ": " << compared;
+          EXPECT_GT(response.timing().kernel().nanos(), 0);
+        }
+      }
+    }
   }
 }
 

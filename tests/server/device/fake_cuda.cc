@@ -2,6 +2,8 @@
 // nobody wrote shows; a workspace whose counters were not zeroed is refused.
 #include "tests/server/device/fake_cuda.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -61,7 +63,9 @@ spmmd_cuda_status Fail(spmmd_cuda_status code, std::string message) {
 }
 
 spmmd_cuda_status CheckDevice(const spmmd_cuda_device* device) {
-  if (broken[static_cast<size_t>(device->index)]) {
+  // For processes that only their environment can reach.
+  static const char* const break_file = std::getenv("SPMMD_FAKE_CUDA_BREAK_FILE");
+  if (broken[static_cast<size_t>(device->index)] || (break_file != nullptr && access(break_file, F_OK) == 0)) {
     return Fail(SPMMD_CUDA_INTERNAL, "an illegal memory access was encountered");
   }
   return SPMMD_CUDA_OK;

@@ -1,5 +1,7 @@
 // Controls of libspmmd_cuda_fake.so, which stands in for libspmmd_cuda.so on machines without a GPU: its devices are
-// host memory, its kernels plain loops, and it can be told to fail. Found with dlsym in the library that is loaded.
+// host memory, its kernels plain loops, and it can be told to fail: by the functions below, or, once the file named by
+// the environment variable SPMMD_FAKE_CUDA_BREAK_FILE exists, as by fake_cuda_break() on all devices. It has as many
+// devices as SPMMD_FAKE_CUDA_DEVICES says, 1 by default. Found with dlsym in the library that is loaded.
 #ifndef SPMMD_TESTS_SERVER_DEVICE_FAKE_CUDA_H_
 #define SPMMD_TESTS_SERVER_DEVICE_FAKE_CUDA_H_
 
