@@ -77,8 +77,8 @@ inline int64_t SharedBytes(const Plan& plan, int tokens) {
 
 // variant: 0 for the usual cut, 1 to 12 for others that benchmarks try.
 //
-// Measured on an H200: few rows of tiles want teams along K, which keeps partial sums few; many want them along M,
-// which reads X less often, the more so the more tokens there are.
+// Measured on an H200: with few rows of tiles partial sums count, and whole units a CTA; with many it pays to read X
+// less often, which more teams along M do, the more so the more tokens there are.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_tiles, int64_t col_tiles, int tokens,
                      int64_t max_code_bytes, bool surplus, int variant) {
   constexpr struct {
@@ -86,8 +86,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   } kCuts[] = {{2, 3, 2}, {3, 2, 2}, {6, 1, 2}, {1, 6, 2}, {2, 2, 3}, {1, 4, 3},
                {1, 5, 2}, {2, 2, 2}, {4, 1, 3}, {5, 1, 2}, {2, 3, 3}, {1, 7, 2}};
   const auto usual = [&]() -> size_t {
-    const bool few_rows = row_tiles < 96;
-    if (few_rows) return tokens == 32 || !surplus ? 4 : 3;
+    if (row_tiles < 96) return 7;
     if (!surplus) return tokens <= 32 ? 4 : 1;
     return tokens == 64 && row_tiles >= 256 ? 2 : 1;
   };
@@ -109,8 +108,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   while (!fits() && plan.stages > 1) --plan.stages;
   while (!fits() && plan.height > 1) --plan.height;
   while (!fits() && plan.depth > 1) --plan.depth;
-  // With more than 16 tokens two, so that the second kernel finds registers while the first one runs.
-  plan.helpers = std::min(tokens > 16 ? 2 : 4, kMaxWarps - 2 * plan.teams());
+  plan.helpers = std::min(4, kMaxWarps - 2 * plan.teams());
   plan.Cut(multiprocessors);
   return plan;
 }

@@ -3,25 +3,26 @@
 // W_r built on the chip by the CUDA cores, both multiplied by mma.sp.
 //
 // Work. A team of two warps takes whole tiles of 64 x 128. A CTA (one an SM) has up to seven teams, `height` of them
-// along M and `depth` along K, and a warp that feeds X: a ring of boxes for each place along K, by TMA, 128-byte
-// swizzled, and fetches the tiles. The CTAs share all units (one tile a team) evenly. Teams along K add up in shared
-// memory; a block of rows that several CTAs have parts of is added up from partial sums by a second small kernel,
-// launched early. Always in the same order, and nobody ever waits for another CTA.
+// along M and `depth` along K, and up to four warps that fetch: each team's tiles into its ring of bulk copies, and X,
+// by TMA, 128-byte swizzled, into a ring of boxes for each place along K. The CTAs share all units (one tile a team)
+// evenly. Teams along K add up in shared memory; a block of rows that several CTAs have parts of is added up from
+// partial sums by a second small kernel, launched early. Always in the same order, and nobody ever waits for another
+// CTA.
 //
-// A tile. Values, metadata and codes arrive through the team's ring of bulk copies. The team's 64 lanes walk a thread's
-// codes each and move parked values from W_t to W_r in shared memory. The paper multiplies the residual layer
-// separately; here it is stored into places of W_r that no move goes to, which costs one store an element and no second
-// reduction. Then each warp multiplies two strips of 16 rows of both with the same B fragments; W_r is zeroed for the
-// next tile as it is read. A tile without surplus skips all of that: for 2:4 masks the kernel is a stream of 128-bit
-// loads and mma.sp.
+// A tile. The team's 64 lanes walk a decoding thread's codes each and move parked values from W_t to W_r in shared
+// memory. The paper multiplies the residual layer separately; here it is stored into places of W_r that no move goes
+// to, which costs one store an element and no second reduction. Then each warp multiplies two strips of 16 rows of both
+// with the same B fragments; W_r is zeroed for the next tile as it is read. A tile without surplus skips all of that:
+// for 2:4 masks the kernel is a stream of 128-bit loads and mma.sp.
 //
 // The paper lets two warpgroups alternate between decoding and multiplying, with wgmma. Here every warp does both and
 // the scheduler overlaps them; with mma.sp W_t and W_r share B fragments that wgmma would read from shared memory for
 // each.
 //
-// Bytes an element: the format's and partial sums. Shared-memory wavefronts a tile at N tokens, 50 %: copies in 80,
-// fragments of W_t 64, of W_r 64 and zeroing it 64, decoding about 3 x 26 nearly without conflicts, X 4 N. A warp
-// issues an mma.sp every 14 clocks at best, a quarter of an SM one every 8.
+// Bytes an element: the format's (1.27 at 50 %, 1.126 for 2:4) and partial sums. At 50 % and N = 16 a tile takes about
+// 1190 warp instructions, of which decoding 480, and 450 shared-memory wavefronts (of 840 clocks). Limiter: the latency
+// of those steps with the three decoding warps that a quarter of an SM has room for (issue slots 41 % busy, memory 64
+// %); from N = 64 on mma.sp, of which a warp issues one in 14 clocks and a quarter of an SM one in 8.
 #include <cuda.h>
 
 #include <algorithm>
@@ -504,7 +505,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmThreeLayer(const __grid
         }
         advance();
       } else {
-        __nanosleep(32);
+        __nanosleep(64);
       }
     }
     return;
