@@ -329,12 +329,22 @@ int PaddedTokens(int64_t tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : 
 
 int ChunkCols(const spmmd_cuda_layer &layer) { return static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]); }
 
+// Plans are made once for each kind of launch.
 stream::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call) {
   constexpr int64_t kStatic = (sizeof(StreamShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
-  const int variant = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u);
-  return stream::MakePlan(layer.device->multiprocessors, static_cast<int64_t>(layer.device->max_shared_bytes) - kStatic,
-                          CeilDiv(layer.m, 16), CeilDiv(layer.k, ChunkCols(layer)), PaddedTokens(call.n),
-                          ChunkCols(layer), layer.params[bitmap_gpu::kParamMaxChunkBytes], variant);
+  const auto only = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u);
+  const int64_t row_blocks = CeilDiv(layer.m, 16);
+  const int64_t col_blocks = CeilDiv(layer.k, ChunkCols(layer));
+  const int64_t stage_bytes = layer.params[bitmap_gpu::kParamMaxChunkBytes];
+  const int tokens = PaddedTokens(call.n);
+  static std::mutex mutex;
+  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int, int64_t, int>, stream::Plan>();
+  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, ChunkCols(layer), stage_bytes, only);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = plans->find(key); found != plans->end()) return found->second;
+  return (*plans)[key] = stream::MakePlan(layer.device->multiprocessors,
+                                          static_cast<int64_t>(layer.device->max_shared_bytes) - kStatic, row_blocks,
+                                          col_blocks, tokens, ChunkCols(layer), stage_bytes, only);
 }
 
 Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
