@@ -49,7 +49,7 @@ inline int64_t ActivationBytes(const Plan &plan, int tokens, int chunk_cols) {
   return int64_t{plan.Cols(0)} * chunk_cols * tokens * 2;
 }
 inline int64_t SharedBytes(const Plan &plan, int tokens, int chunk_cols, int64_t stage_bytes) {
-  return ActivationBytes(plan, tokens, chunk_cols) + plan.InboxBytes(tokens / 8) + kWarps * plan.stages * stage_bytes;
+  return ActivationBytes(plan, tokens, chunk_cols) + plan.InboxBytes(tokens / 8) + kWarps * (plan.stages * stage_bytes);
 }
 
 // pairs == 0 when the matrix is too large for this kernel, or its chunks are.

@@ -73,8 +73,8 @@ SPMMD_HOST_DEVICE int SumBytes(const Plan &plan, int tiles) {
   return plan.rounds * ((plan.height * tiles + 1) / 2) * 512;
 }
 inline int64_t SharedBytes(const Plan &plan, int tokens, int chunk_cols, int64_t stage_bytes) {
-  return plan.depth * plan.slots * SlotBytes(tokens, chunk_cols) + ExchangeBytes(plan, tokens / 8) +
-         2 * SumBytes(plan, tokens / 8) + plan.warps() * plan.stages * stage_bytes;
+  return plan.depth * (plan.slots * SlotBytes(tokens, chunk_cols)) + ExchangeBytes(plan, tokens / 8) +
+         int64_t{2} * SumBytes(plan, tokens / 8) + plan.warps() * (plan.stages * stage_bytes);
 }
 
 // The cut with the lowest estimated time, or number `only` (from 1) of those tried; pairs == 0 when there is none.
@@ -98,7 +98,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
       if (CeilDiv(rows, rounds) * depth > kMaxWarps) continue;
       plan.height = static_cast<int>(CeilDiv(rows, rounds));
       plan.rows = static_cast<int>(rows);
-      if (rounds > 1 && plan.height * (rounds - 1) >= rows) continue;
+      if (rounds > 1 && int64_t{plan.height} * (rounds - 1) >= rows) continue;
       if (depth > 1 && plan.height > kMaxRowsShared) continue;
       if (depth > plan.Cols(0)) continue;
       if (int64_t{plan.Cols(0)} * (rounds + 1) * CeilDiv(plan.Cols(0), depth) >= 1 << 22) continue;

@@ -133,9 +133,10 @@ class Segments {
 // Dynamic shared memory of a launch.
 inline int64_t SharedBytes(const Plan &plan, int64_t stage_bytes) {
   const int64_t box = int64_t{plan.tokens} * kBoxCols * 2;
-  const int64_t slot = plan.tokens / 8 * 512;
-  return plan.depth * plan.boxes * box + plan.groups * 4 * plan.stages * stage_bytes +
-         (plan.depth - 1) * plan.height * 4 * slot + plan.groups * 4 * 512;
+  const int64_t slot = int64_t{plan.tokens} / 8 * 512;
+  const int64_t warps = int64_t{plan.groups} * 4;
+  return plan.depth * (plan.boxes * box) + warps * plan.stages * stage_bytes +
+         (plan.depth - 1) * (int64_t{plan.height} * 4 * slot) + warps * 512;
 }
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -181,7 +182,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
       number += 2;
       continue;
     }
-    const int64_t tiles = CeilDiv(row_blocks, height * 4) * token_tiles;
+    const int64_t tiles = CeilDiv(row_blocks, int64_t{height} * 4) * token_tiles;
     const int64_t most = multiprocessors;
     // All SMs and shared leftovers, or as few CTAs as make the rounds even.
     for (const int64_t ctas : {std::min(most, tiles * plan.units), CeilDiv(tiles, CeilDiv(tiles, most))}) {

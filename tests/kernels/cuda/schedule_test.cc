@@ -20,7 +20,7 @@
 namespace spmmd::cuda {
 namespace {
 
-constexpr int64_t kSharedBytes = 225 * 1024;  // an H100's or H200's, less what is static
+constexpr int64_t kSharedBytes = int64_t{225} * 1024;  // an H100's or H200's, less what is static
 
 struct Problem {
   int row_blocks;
