@@ -109,7 +109,6 @@ struct FormatHooks {
   Status (*validate)(const LayerDesc& desc);
 };
 
-extern const Kernel kSpmmSlab;
 extern const Kernel kSpmmTile;
 extern const Kernel kDenseCublasLt;
 

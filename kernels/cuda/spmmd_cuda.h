@@ -237,7 +237,7 @@ typedef struct {
 /* Let dispatch choose. */
 #define SPMMD_CUDA_KERNEL_AUTO (-1)
 
-/* Kernels are numbered from 0; names are static strings ("spmm_slab", "dense_cublaslt", ...). */
+/* Kernels are numbered from 0; names are static strings ("spmm_tile", "dense_cublaslt", ...). */
 SPMMD_CUDA_API int32_t spmmd_cuda_kernel_count(void);
 SPMMD_CUDA_API const char* spmmd_cuda_kernel_name(int32_t kernel);
 /* -1 when there is no such kernel. */
