@@ -185,8 +185,8 @@ typedef struct {
   uint64_t offset_bytes;   /* of section 2 */
 } spmmd_cuda_packed_info;
 /* Packs a matrix into a resident BITMAP_GPU layer whose sections are, byte for byte, what the CPU packer makes of it.
- * Allocates, synchronises `stream` and returns once the layer is ready; `data` may be freed then. INVALID_ARGUMENT names
- * the field, or how many weights are NaN or infinite when those are not allowed. `info` may be null. */
+ * Allocates, synchronises `stream` and returns once the layer is ready; `data` may be freed then. INVALID_ARGUMENT
+ * names the field, or how many weights are NaN or infinite when those are not allowed. `info` may be null. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* device,
                                                             const spmmd_cuda_dense_weights* weights,
                                                             spmmd_cuda_stream stream, spmmd_cuda_packed_info* info,
@@ -280,8 +280,9 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_dense_use_candidate(const spmmd_cuda
 
 enum { SPMMD_CUDA_OP_COPY = 0, SPMMD_CUDA_OP_ADD = 1, SPMMD_CUDA_OP_MUL = 2 };
 
-/* y = activation(left op right), computed in fp32 and rounded to nearest even; COPY reads `left` alone. All pointers are
- * device memory of rows x cols elements with row strides in elements (>= cols). `y` may be an operand of its dtype. */
+/* y = activation(left op right), computed in fp32 and rounded to nearest even; COPY reads `left` alone. All pointers
+ * are device memory of rows x cols elements with row strides in elements (>= cols). `y` may be an operand of its dtype.
+ */
 typedef struct {
   const void* left;
   const void* right; /* ADD and MUL */

@@ -324,7 +324,8 @@ void Engine::DescribeServer(pb::ServerInfoResponse* response) const {
   response->set_backend(first.backend());
   for (int value = pb::Format_MIN; value <= pb::Format_MAX; ++value) {
     const std::optional<Format> format = FromProto(static_cast<pb::Format>(value));
-    if (format.has_value() && first.CanExecute(first.Layout(*format))) response->add_formats(static_cast<pb::Format>(value));
+    if (format.has_value() && first.CanExecute(first.Layout(*format)))
+      response->add_formats(static_cast<pb::Format>(value));
   }
   pb::ServerLimits& limits = *response->mutable_limits();
   limits.set_max_tokens(options_.max_tokens);
