@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -66,11 +67,20 @@ def scrape(address: str) -> Scrape:
     return types, helps, samples_of(page)
 
 
+_ports = iter(range(20000 + os.getpid() % 8000, 32768))
+
+
 def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to outgoing connections: a client of another
+    server could take one of them before the server that is to have it has started."""
+    for port in _ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
 
 
 def self_signed(folder: Path, days: int = 2) -> tuple[Path, Path]:
