@@ -1,5 +1,6 @@
 #include "server/device/memory_budget.h"
 
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -26,13 +27,25 @@ void MemoryBudget::Reservation::ShrinkTo(uint64_t bytes) {
 MemoryBudget::MemoryBudget(std::string name, absl::string_view reason, uint64_t limit_bytes)
     : name_(std::move(name)), reason_(reason), limit_(limit_bytes) {}
 
-absl::StatusOr<MemoryBudget::Reservation> MemoryBudget::Reserve(MemoryKind kind, uint64_t bytes) {
-  SPMMD_RETURN_IF_ERROR(Take(kind, bytes));
+MemoryBudget::Reservation MemoryBudget::Made(MemoryKind kind, uint64_t bytes) {
   Reservation reservation;
   reservation.budget_ = this;
   reservation.kind_ = kind;
   reservation.bytes_ = bytes;
   return reservation;
+}
+
+absl::StatusOr<MemoryBudget::Reservation> MemoryBudget::Reserve(MemoryKind kind, uint64_t bytes) {
+  SPMMD_RETURN_IF_ERROR(Take(kind, bytes));
+  return Made(kind, bytes);
+}
+
+absl::StatusOr<MemoryBudget::Reservation> MemoryBudget::ReserveSpare(MemoryKind kind, uint64_t bytes) {
+  if (!reclaim_mutex_.TryLock()) return DoesNotFit(bytes);
+  const uint64_t missing = TryTake(kind, bytes);
+  reclaim_mutex_.Unlock();
+  if (missing > 0) return DoesNotFit(bytes);
+  return Made(kind, bytes);
 }
 
 absl::Status MemoryBudget::Grow(Reservation& reservation, uint64_t extra_bytes) {
@@ -54,12 +67,47 @@ uint64_t MemoryBudget::used() const {
 
 uint64_t MemoryBudget::free() const { return limit_ - used(); }
 
-absl::Status MemoryBudget::Take(MemoryKind kind, uint64_t bytes) {
+int64_t MemoryBudget::AddReclaimer(int order, Reclaimer reclaimer) {
+  absl::MutexLock lock(&reclaim_mutex_);
+  const int64_t id = next_reclaimer_++;
+  reclaimers_.emplace(std::pair(order, id), std::move(reclaimer));
+  return id;
+}
+
+void MemoryBudget::RemoveReclaimer(int64_t id) {
+  absl::MutexLock lock(&reclaim_mutex_);
+  const auto it = std::find_if(reclaimers_.begin(), reclaimers_.end(),
+                               [id](const auto& entry) { return entry.first.second == id; });
+  if (it != reclaimers_.end()) reclaimers_.erase(it);
+}
+
+uint64_t MemoryBudget::TryTake(MemoryKind kind, uint64_t bytes) {
   absl::MutexLock lock(&mutex_);
   const uint64_t free = limit_ - std::accumulate(used_.begin(), used_.end(), uint64_t{0});
-  if (bytes > free) return OutOfMemory(reason_, name_, bytes, free, limit_);
+  if (bytes > free) return bytes - free;
   used_[static_cast<size_t>(kind)] += bytes;
-  return absl::OkStatus();
+  return 0;
+}
+
+absl::Status MemoryBudget::Take(MemoryKind kind, uint64_t bytes) {
+  uint64_t missing = TryTake(kind, bytes);
+  if (missing == 0) return absl::OkStatus();
+  // Nothing is freed for what could never fit.
+  if (bytes > limit_) return DoesNotFit(bytes);
+  // One thread after the other: what one is about to free, another must not miss.
+  absl::MutexLock lock(&reclaim_mutex_);
+  missing = TryTake(kind, bytes);
+  for (auto it = reclaimers_.begin(); missing > 0 && it != reclaimers_.end();) {
+    const uint64_t freed = it->second(missing);
+    // Others may have taken what was freed; then more is needed.
+    missing = TryTake(kind, bytes);
+    if (freed == 0) ++it;
+  }
+  return missing == 0 ? absl::OkStatus() : DoesNotFit(bytes);
+}
+
+absl::Status MemoryBudget::DoesNotFit(uint64_t bytes) const {
+  return OutOfMemory(reason_, name_, bytes, free(), limit_);
 }
 
 void MemoryBudget::GiveBack(MemoryKind kind, uint64_t bytes) {

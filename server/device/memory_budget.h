@@ -1,10 +1,15 @@
 // Exact accounting of one memory (a device's, or the host's for uploads) under a limit: a reservation is made before
 // the allocation it stands for and given back after the memory is freed, so `used` is never below what is really held.
+//
+// What holds memory that others may need more registers a reclaimer. A reservation that does not fit calls them in
+// ascending order, on its own thread and without the budget's lock, until it fits or they have nothing left.
 #ifndef SPMMD_SERVER_DEVICE_MEMORY_BUDGET_H_
 #define SPMMD_SERVER_DEVICE_MEMORY_BUDGET_H_
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -17,8 +22,17 @@ namespace spmmd::server {
 
 enum class MemoryKind : uint8_t { kWeights = 0, kWorkspace = 1, kStaging = 2 };
 
+// Who gives memory back first.
+inline constexpr int kReclaimCopies = 0;  // copies that only make something faster
+inline constexpr int kReclaimLayers = 1;  // layers that nobody uses now
+
 class MemoryBudget {
  public:
+  // Frees memory of the budget, `bytes` of it if it can, and returns how much it freed; 0 when it can free nothing. It
+  // is called again while bytes are missing. It may block, but not on a reservation from the same budget, nor on
+  // somebody who waits for one: only one thread at a time runs reclaimers.
+  using Reclaimer = std::function<uint64_t(uint64_t bytes)>;
+
   // Bytes set aside; gives them back when destroyed. Must not outlive its budget.
   class Reservation {
    public:
@@ -45,10 +59,18 @@ class MemoryBudget {
   // kHostMemory.
   MemoryBudget(std::string name, absl::string_view reason, uint64_t limit_bytes);
 
-  // RESOURCE_EXHAUSTED naming needed, free and limit when it does not fit. Zero bytes always fit.
+  // RESOURCE_EXHAUSTED naming needed, free and limit when it does not fit, after all reclaimers have been asked. Zero
+  // bytes always fit. Not from within a reclaimer.
   absl::StatusOr<Reservation> Reserve(MemoryKind kind, uint64_t bytes);
+  // Takes only what is free, and nothing while memory is being reclaimed for somebody else: for what can do without.
+  absl::StatusOr<Reservation> ReserveSpare(MemoryKind kind, uint64_t bytes);
   // As Reserve, but adds to an existing reservation of the same budget and kind.
   absl::Status Grow(Reservation& reservation, uint64_t extra_bytes);
+
+  // Adds a reclaimer; those of one order are called in the order in which they came. Returns its id.
+  int64_t AddReclaimer(int order, Reclaimer reclaimer);
+  // It is not called again, and does not run when this returns. Not from within a reclaimer.
+  void RemoveReclaimer(int64_t id);
 
   uint64_t limit() const { return limit_; }
   uint64_t used(MemoryKind kind) const;
@@ -56,12 +78,22 @@ class MemoryBudget {
   uint64_t free() const;
 
  private:
+  Reservation Made(MemoryKind kind, uint64_t bytes);
+  // Takes the bytes and returns 0, or returns how many are missing.
+  uint64_t TryTake(MemoryKind kind, uint64_t bytes);
+  // TryTake, with reclaimers.
   absl::Status Take(MemoryKind kind, uint64_t bytes);
+  absl::Status DoesNotFit(uint64_t bytes) const;
   void GiveBack(MemoryKind kind, uint64_t bytes);
 
   const std::string name_;
   const std::string reason_;
   const uint64_t limit_;
+  // Held while reclaimers run, before `mutex_`.
+  absl::Mutex reclaim_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
+  // By order, then id.
+  std::map<std::pair<int, int64_t>, Reclaimer> reclaimers_ ABSL_GUARDED_BY(reclaim_mutex_);
+  int64_t next_reclaimer_ ABSL_GUARDED_BY(reclaim_mutex_) = 1;
   mutable absl::Mutex mutex_;
   std::array<uint64_t, 3> used_ ABSL_GUARDED_BY(mutex_){};
 };
