@@ -44,6 +44,9 @@ REASON = (
     "`power_brake`, `hardware_slowdown`, `hardware_thermal`, `software_thermal`",
 )
 
+SOURCE = ("source", "`upload`, `file`, `cache` or `host`")
+TO = ("to", "`host` (memory) or `cache` (packed files)")
+
 # The labels of each metric; none where a metric is missing here.
 LABELS: dict[str, tuple[tuple[str, str], ...]] = {
     "spmmd_build_info": (
@@ -78,7 +81,11 @@ LABELS: dict[str, tuple[tuple[str, str], ...]] = {
         FORMAT,
     ),
     "spmmd_layer_dense_bytes": (FORMAT,),
-    "spmmd_layer_loads_total": (("source", "`upload`, `file`, `cache` or `host`"),),
+    "spmmd_layer_loads_total": (SOURCE,),
+    "spmmd_layer_reload_duration_seconds": (SOURCE,),
+    "spmmd_layer_evictions_total": (TO,),
+    "spmmd_layer_eviction_duration_seconds": (TO,),
+    "spmmd_cache_events_total": (("event", "`hit`, `miss`, `store`, `evict`, `corrupt`"),),
     "spmmd_pack_duration_seconds": (FORMAT,),
 }
 

@@ -144,20 +144,35 @@ Metrics::Metrics(const Options& options)
                               "Bytes that the layers of a format would take as dense matrices of their own type.",
                               *registry_)),
       layer_evictions_(Make(prometheus::BuildCounter(), "spmmd_layer_evictions_total",
-                            "Layers moved out of device memory.", *registry_)
-                           .Add({})),
+                            "Layers moved out of device memory, by where their bytes are kept.", *registry_)),
+      eviction_duration_(Make(prometheus::BuildHistogram(), "spmmd_layer_eviction_duration_seconds",
+                              "Time to move one layer out of device memory.", *registry_)),
       layer_loads_(
           Make(prometheus::BuildCounter(), "spmmd_layer_loads_total", "Layers made resident, by source.", *registry_)),
+      reload_duration_(Make(prometheus::BuildHistogram(), "spmmd_layer_reload_duration_seconds",
+                            "Time to bring one evicted layer back to its devices, waiting for memory included.",
+                            *registry_)),
       pack_duration_(Make(prometheus::BuildHistogram(), "spmmd_pack_duration_seconds",
                           "Pruning and packing of one layer.", *registry_)),
-      upload_bytes_(Make(prometheus::BuildGauge(), "spmmd_upload_bytes",
-                         "Host memory held by registrations in progress.", *registry_)
-                        .Add({})),
+      cache_events_(Make(prometheus::BuildCounter(), "spmmd_cache_events_total",
+                         "What happened to files of the packed cache.", *registry_)),
+      gauges_{
+          &Make(prometheus::BuildGauge(), "spmmd_upload_bytes",
+                "Host memory held by registrations in progress, and by what was received of broken ones.", *registry_)
+               .Add({}),
+          &Make(prometheus::BuildGauge(), "spmmd_host_layer_bytes", "Host memory held by evicted layers.", *registry_)
+               .Add({}),
+          &Make(prometheus::BuildGauge(), "spmmd_cache_bytes", "Bytes of the files in the packed cache.", *registry_)
+               .Add({}),
+          &Make(prometheus::BuildGauge(), "spmmd_requests_waiting_for_layers",
+                "Requests that wait for an evicted layer to come back.", *registry_)
+               .Add({})},
       options_(options) {
   for (const pb::LayerState state : {pb::LAYER_STATE_UPLOADING, pb::LAYER_STATE_PACKING, pb::LAYER_STATE_READY,
                                      pb::LAYER_STATE_EVICTED, pb::LAYER_STATE_FAILED}) {
     layers_.Add({{"state", StateLabel(state)}});
   }
+  for (const char* to : {"host", "cache"}) layer_evictions_.Add({{"to", to}});
 }
 
 Metrics::~Metrics() = default;
@@ -173,6 +188,13 @@ void Metrics::SetBuildInfo(absl::string_view version, absl::string_view revision
   build_info_
       .Add({{"version", std::string(version)}, {"revision", std::string(revision)}, {"backend", std::string(backend)}})
       .Set(1);
+}
+
+void Metrics::SetShard(int index, int count) {
+  Make(prometheus::BuildGauge(), "spmmd_shard_count",
+       "Number of shards that the layers are spread over; the label says which this server is.", *registry_)
+      .Add({{"shard", absl::StrCat(index)}})
+      .Set(count);
 }
 
 RpcMetrics& Metrics::Rpc(absl::string_view rpc) {
@@ -272,23 +294,35 @@ void Metrics::AddLayerDenseBytes(absl::string_view format, int64_t delta) {
   layer_dense_bytes_.Add({{"format", std::string(format)}}).Increment(static_cast<double>(delta));
 }
 
-void Metrics::LayerEvicted() { layer_evictions_.Increment(); }
+void Metrics::LayerEvicted(absl::string_view to, absl::Duration took) {
+  layer_evictions_.Add({{"to", std::string(to)}}).Increment();
+  eviction_duration_.Add({{"to", std::string(to)}}, PackBuckets()).Observe(absl::ToDoubleSeconds(took));
+}
 
 void Metrics::LayerLoaded(absl::string_view source) { layer_loads_.Add({{"source", std::string(source)}}).Increment(); }
+
+void Metrics::LayerReloaded(absl::string_view source, absl::Duration took) {
+  LayerLoaded(source);
+  reload_duration_.Add({{"source", std::string(source)}}, PackBuckets()).Observe(absl::ToDoubleSeconds(took));
+}
+
+void Metrics::CacheEvent(absl::string_view event) { cache_events_.Add({{"event", std::string(event)}}).Increment(); }
 
 void Metrics::LayerPacked(absl::string_view format, absl::Duration duration) {
   pack_duration_.Add({{"format", std::string(format)}}, PackBuckets()).Observe(absl::ToDoubleSeconds(duration));
 }
 
-void Metrics::SetUploadBytesSource(std::function<uint64_t()> source) {
+void Metrics::SetSource(Gauge gauge, std::function<uint64_t()> source) {
   absl::MutexLock lock(&mutex_);
-  upload_bytes_source_ = std::move(source);
+  sources_[static_cast<size_t>(gauge)] = std::move(source);
 }
 
 void Metrics::Refresh() const {
   absl::MutexLock lock(&mutex_);
   const absl::Time now = absl::Now();
-  upload_bytes_.Set(upload_bytes_source_ == nullptr ? 0 : static_cast<double>(upload_bytes_source_()));
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    gauges_[i]->Set(sources_[i] == nullptr ? 0 : static_cast<double>(sources_[i]()));
+  }
   for (const auto& [id, device] : devices_) {
     Device& d = *device;
     if (d.sample == nullptr) continue;

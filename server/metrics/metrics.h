@@ -110,6 +110,9 @@ class Metrics final : public prometheus::Collectable {
   // spmmd_build_info = 1.
   void SetBuildInfo(absl::string_view version, absl::string_view revision, absl::string_view backend);
 
+  // spmmd_shard_count.
+  void SetShard(int index, int count);
+
   // Requests. `rpc` is the method's full name without the leading slash, for instance "spmm.v1.SparseMatmul/Execute"; a
   // request on a stream counts under "spmm.v1.SparseMatmul/ExecuteStream". Stable address.
   RpcMetrics& Rpc(absl::string_view rpc);
@@ -130,11 +133,17 @@ class Metrics final : public prometheus::Collectable {
   void AddLayerBytes(absl::string_view layer, absl::string_view format, int64_t delta);
   // The same layers as dense matrices of their own type, by format: what spmmd_layer_bytes is to be compared with.
   void AddLayerDenseBytes(absl::string_view format, int64_t delta);
-  void LayerEvicted();
-  void LayerLoaded(absl::string_view source);  // "upload", "file", "cache", "host"
+  void LayerEvicted(absl::string_view to, absl::Duration took);  // "host", "cache"
+  void LayerLoaded(absl::string_view source);                    // "upload", "file", "cache", "host"
+  // LayerLoaded, of a layer that had been evicted.
+  void LayerReloaded(absl::string_view source, absl::Duration took);
   void LayerPacked(absl::string_view format, absl::Duration duration);
-  // Where the host bytes held by registrations in progress are read at every scrape; null: nowhere any more.
-  void SetUploadBytesSource(std::function<uint64_t()> source);
+  void CacheEvent(absl::string_view event);  // "hit", "miss", "store", "evict", "corrupt"
+
+  // Gauges of the catalog and the engine.
+  enum class Gauge : uint8_t { kUploadBytes, kHostLayerBytes, kCacheBytes, kWaitingForLayers };
+  // Where a gauge is read at every scrape; it must not call Metrics. Null: nowhere any more.
+  void SetSource(Gauge gauge, std::function<uint64_t()> source);
 
  private:
   friend class RpcMetrics;
@@ -168,10 +177,13 @@ class Metrics final : public prometheus::Collectable {
   prometheus::Family<prometheus::Gauge>& layers_;
   prometheus::Family<prometheus::Gauge>& layer_bytes_;
   prometheus::Family<prometheus::Gauge>& layer_dense_bytes_;
-  prometheus::Counter& layer_evictions_;
+  prometheus::Family<prometheus::Counter>& layer_evictions_;
+  prometheus::Family<prometheus::Histogram>& eviction_duration_;
   prometheus::Family<prometheus::Counter>& layer_loads_;
+  prometheus::Family<prometheus::Histogram>& reload_duration_;
   prometheus::Family<prometheus::Histogram>& pack_duration_;
-  prometheus::Gauge& upload_bytes_;
+  prometheus::Family<prometheus::Counter>& cache_events_;
+  std::array<prometheus::Gauge*, 4> gauges_;
   const Options options_;
 
   mutable absl::Mutex mutex_;
@@ -180,7 +192,7 @@ class Metrics final : public prometheus::Collectable {
   absl::flat_hash_map<std::string, std::unique_ptr<Device>> devices_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<std::string, LayerSeries> layer_series_ ABSL_GUARDED_BY(mutex_);
   int labelled_layers_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::function<uint64_t()> upload_bytes_source_ ABSL_GUARDED_BY(mutex_);
+  std::array<std::function<uint64_t()>, 4> sources_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace spmmd::server
