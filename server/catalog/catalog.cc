@@ -72,10 +72,10 @@ LayerCatalog::LayerCatalog(Options options, std::vector<Device*> devices, Metric
       metrics_(metrics),
       cache_(options_.cache_dir.empty() ? nullptr : std::make_unique<PackedCache>(options_.cache_dir)),
       host_budget_("host memory for registrations", reason::kHostMemory, UploadLimit(options_)) {
-  metrics_->SetUploadBytesSource([this] { return host_budget_.used(); });
+  metrics_->SetSource(Metrics::Gauge::kUploadBytes, [this] { return host_budget_.used(); });
 }
 
-LayerCatalog::~LayerCatalog() { metrics_->SetUploadBytesSource(nullptr); }
+LayerCatalog::~LayerCatalog() { metrics_->SetSource(Metrics::Gauge::kUploadBytes, nullptr); }
 
 absl::Status LayerCatalog::CheckShard(absl::string_view name) const {
   if (options_.shard_count == 1 || name.empty()) return absl::OkStatus();
