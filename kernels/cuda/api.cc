@@ -116,6 +116,8 @@ extern "C" {
 
 int32_t spmmd_cuda_abi_version(void) { return SPMMD_CUDA_ABI_VERSION; }
 
+uint64_t spmmd_cuda_cublaslt_version(void) { return cublasLtGetVersion(); }
+
 const char* spmmd_cuda_last_error(void) { return last_error.c_str(); }
 
 spmmd_cuda_status spmmd_cuda_device_count(int32_t* count) {
@@ -399,6 +401,22 @@ spmmd_cuda_status spmmd_cuda_layer_read(const spmmd_cuda_layer* layer, uint32_t 
   return Guard([&]() -> Status {
     if (layer == nullptr || (to == nullptr && bytes > 0)) return InvalidArgument("layer or to: null");
     return spmmd::cuda::ReadSection(*layer, section, to, bytes);
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_layer_unpacked_bytes(const spmmd_cuda_layer* layer, uint64_t* bytes) {
+  return Guard([&]() -> Status {
+    if (layer == nullptr || bytes == nullptr) return InvalidArgument("layer or bytes: null");
+    *bytes = spmmd::cuda::UnpackedBytes(*layer);
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_layer_unpack(const spmmd_cuda_layer* layer, spmmd_cuda_stream stream,
+                                          spmmd_cuda_layer** dense) {
+  return Guard([&]() -> Status {
+    if (layer == nullptr || dense == nullptr) return InvalidArgument("layer or dense: null");
+    return spmmd::cuda::UnpackLayer(*layer, Stream(stream), dense);
   });
 }
 

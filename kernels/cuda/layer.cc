@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/cuda/bitmap_gpu_unpack.h"
 #include "kernels/cuda/internal.h"
 
 namespace spmmd::cuda {
@@ -170,6 +171,37 @@ Status ReadSection(const spmmd_cuda_layer& layer, uint32_t section, void* to, ui
     return {};
   }
   return {SPMMD_CUDA_NOT_FOUND, "the layer has no section " + std::to_string(section)};
+}
+
+uint64_t UnpackedBytes(const spmmd_cuda_layer& layer) {
+  return RoundUp(static_cast<uint64_t>(layer.m) * DensePitch(layer.k) * 2, kSectionAlignment) + kTailBytes;
+}
+
+Status UnpackLayer(const spmmd_cuda_layer& layer, cudaStream_t stream, spmmd_cuda_layer** out) {
+  if (layer.format != kFormatBitmapGpu) {
+    return Unimplemented("format: only BITMAP_GPU is unpacked on the GPU, the layer's is " +
+                         std::to_string(layer.format));
+  }
+  const ScopedDevice scope(layer.device->index);
+  SPMMD_CUDA_TRY(scope.status());
+  LayerDesc desc = {};
+  desc.format = kFormatDense;
+  desc.dtype = layer.dtype;
+  desc.m = layer.m;
+  desc.k = layer.k;
+  desc.nnz = layer.nnz;
+  const uint64_t bytes = static_cast<uint64_t>(layer.m) * DensePitch(layer.k) * 2;
+  spmmd_cuda_layer* dense = nullptr;
+  SPMMD_CUDA_TRY(AllocateLayer(layer.device, desc, {{kDenseValuesSection, bytes}}, &dense));
+  Status status = FromCuda(cudaMemsetAsync(dense->block + bytes, 0, dense->block_bytes - bytes, stream),
+                           "cudaMemset of a layer's end");
+  if (status.ok()) status = LaunchUnpackBitmapGpu(layer, dense->block, stream);
+  if (!status.ok()) {
+    FreeLayer(dense);
+    return status;
+  }
+  *out = dense;
+  return {};
 }
 
 void FreeLayer(spmmd_cuda_layer* layer) {

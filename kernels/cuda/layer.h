@@ -22,6 +22,9 @@ Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out);
 // A section's bytes as they were uploaded.
 Status ReadSection(const spmmd_cuda_layer& layer, uint32_t section, void* to, uint64_t bytes);
 void FreeLayer(spmmd_cuda_layer* layer);
+// The layer as DENSE: bytes of its block, and the layer itself, filled by work on `stream`.
+uint64_t UnpackedBytes(const spmmd_cuda_layer& layer);
+Status UnpackLayer(const spmmd_cuda_layer& layer, cudaStream_t stream, spmmd_cuda_layer** out);
 
 // DENSE on a device: row pitch in elements. A multiple of 8 keeps every row 16-byte aligned, which cublasLt's
 // tensor-core kernels need; the padding is zero.

@@ -52,6 +52,8 @@ typedef void* spmmd_cuda_stream;                    /* a cudaStream_t */
 typedef void* spmmd_cuda_event;                     /* a cudaEvent_t */
 
 SPMMD_CUDA_API int32_t spmmd_cuda_abi_version(void);
+/* The cublasLt that is loaded: what was measured with another one may not hold. */
+SPMMD_CUDA_API uint64_t spmmd_cuda_cublaslt_version(void);
 /* Message of the last failure on this thread; empty string if there was none. Valid until the next call. */
 SPMMD_CUDA_API const char* spmmd_cuda_last_error(void);
 
@@ -195,6 +197,12 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* d
  * when the layer has no such section. Returns once the copy is done. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_read(const spmmd_cuda_layer* layer, uint32_t section, void* to,
                                                        uint64_t bytes);
+/* Bytes of device memory that layer_unpack takes. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_unpacked_bytes(const spmmd_cuda_layer* layer, uint64_t* bytes);
+/* A DENSE layer of the same matrix, made on the device from a BITMAP_GPU layer; UNIMPLEMENTED for other formats.
+ * Allocates, and returns before it is filled: launches that come after it on `stream` may use it. Not for capture. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_unpack(const spmmd_cuda_layer* layer, spmmd_cuda_stream stream,
+                                                         spmmd_cuda_layer** dense);
 /* No launch that uses the layer may be pending. Null is allowed. */
 SPMMD_CUDA_API void spmmd_cuda_layer_free(spmmd_cuda_layer* layer);
 

@@ -17,6 +17,7 @@ namespace spmmd {
 // Every function of the ABI, without its spmmd_cuda_ prefix.
 #define SPMMD_CUDA_FUNCTIONS(X) \
   X(abi_version)                \
+  X(cublaslt_version)           \
   X(last_error)                 \
   X(device_count)               \
   X(get_device_info)            \
@@ -55,6 +56,8 @@ namespace spmmd {
   X(layer_clone)                \
   X(pack_bitmap_gpu)            \
   X(layer_read)                 \
+  X(layer_unpacked_bytes)       \
+  X(layer_unpack)               \
   X(layer_free)                 \
   X(kernel_count)               \
   X(kernel_name)                \

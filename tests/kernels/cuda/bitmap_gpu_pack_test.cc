@@ -1,5 +1,5 @@
-// BITMAP_GPU packed on the GPU is, byte for byte, what the CPU packer makes: odd shapes, densities, skew, dense chunks,
-// strides and alignments; bad input.
+// BITMAP_GPU packed on the GPU is, byte for byte, what the CPU packer makes, and unpacks to the matrix it was made of:
+// odd shapes, densities, skew, dense chunks, strides and alignments; bad input.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -33,6 +33,23 @@ DenseMatrix RandomBits(DType dtype, int64_t rows, int64_t cols, double density, 
 
 class BitmapGpuPackTest : public GpuTest {
  protected:
+  // Unpacking on the device gives `w` back, bit for bit but for -0.0.
+  void CheckUnpacked(const spmmd_cuda_layer* layer, const DenseMatrix& w) {
+    spmmd_cuda_layer* unpacked = nullptr;
+    GPU_OK(gpu().cuda->layer_unpack(layer, gpu().stream, &unpacked));
+    const LayerPtr dense(unpacked, gpu().cuda->layer_free);
+    GPU_OK(gpu().cuda->stream_synchronize(gpu().device, gpu().stream));
+    std::vector<uint16_t> got(static_cast<size_t>(w.rows() * w.cols()));
+    GPU_OK(gpu().cuda->layer_read(dense.get(), /*section=*/1, got.data(), got.size() * 2));
+    for (int64_t r = 0; r < w.rows(); ++r) {
+      const auto* want = reinterpret_cast<const uint16_t*>(w.view().row(r));
+      for (int64_t c = 0; c < w.cols(); ++c) {
+        const uint16_t bits = (want[c] & 0x7fff) == 0 ? uint16_t{0} : want[c];
+        ASSERT_EQ(got[static_cast<size_t>(r * w.cols() + c)], bits) << "row " << r << " column " << c;
+      }
+    }
+  }
+
   // Packs `w` on the device from rows `pad` elements longer, `offset` elements into an allocation.
   void Check(const DenseMatrix& w, int chunk_cols, int64_t pad, int64_t offset) {
     SCOPED_TRACE(::testing::Message() << w.rows() << "x" << w.cols() << " " << Name(w.dtype()) << " chunks of "
@@ -66,6 +83,7 @@ class BitmapGpuPackTest : public GpuTest {
       GPU_OK(gpu().cuda->layer_read(layer.get(), ids[i], bytes.data(), bytes.size()));
       ASSERT_EQ(std::memcmp(bytes.data(), expected.data(), bytes.size()), 0) << "section " << ids[i];
     }
+    CheckUnpacked(layer.get(), w);
   }
 };
 

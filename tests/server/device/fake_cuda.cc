@@ -145,6 +145,7 @@ int64_t fake_cuda_launches(void) { return launches; }
 int64_t fake_cuda_last_tokens(void) { return last_tokens; }
 
 int32_t spmmd_cuda_abi_version(void) { return SPMMD_CUDA_ABI_VERSION; }
+uint64_t spmmd_cuda_cublaslt_version(void) { return 1; }
 const char* spmmd_cuda_last_error(void) { return last_error.c_str(); }
 
 spmmd_cuda_status spmmd_cuda_device_count(int32_t* count) {
@@ -375,6 +376,27 @@ spmmd_cuda_status spmmd_cuda_layer_read(const spmmd_cuda_layer* layer, uint32_t 
   if (found == nullptr) return Fail(SPMMD_CUDA_NOT_FOUND, "no such section");
   if (found->data.size() != bytes) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "bytes: not the section's size");
   if (bytes > 0) std::memcpy(to, found->data.data(), bytes);
+  return SPMMD_CUDA_OK;
+}
+spmmd_cuda_status spmmd_cuda_layer_unpacked_bytes(const spmmd_cuda_layer* layer, uint64_t* bytes) {
+  *bytes = static_cast<uint64_t>(layer->packed.m * layer->packed.k) * 2 + 256;
+  return SPMMD_CUDA_OK;
+}
+spmmd_cuda_status spmmd_cuda_layer_unpack(const spmmd_cuda_layer* layer, spmmd_cuda_stream /*stream*/,
+                                          spmmd_cuda_layer** dense) {
+  FAKE_CHECK(layer->device);
+  if (layer->packed.format != spmmd::Format::kBitmapGpu) return Fail(SPMMD_CUDA_UNIMPLEMENTED, "format");
+  auto made = std::make_unique<spmmd_cuda_layer>();
+  made->device = layer->device;
+  made->packed.format = spmmd::Format::kDense;
+  made->packed.dtype = layer->packed.dtype;
+  made->packed.m = layer->packed.m;
+  made->packed.k = layer->packed.k;
+  made->packed.nnz = layer->packed.nnz;
+  made->dense = layer->dense;
+  spmmd_cuda_layer_unpacked_bytes(layer, &made->bytes);
+  if (const spmmd_cuda_status status = Take(made->device, made->bytes); status != SPMMD_CUDA_OK) return status;
+  *dense = made.release();
   return SPMMD_CUDA_OK;
 }
 void spmmd_cuda_layer_free(spmmd_cuda_layer* layer) {
