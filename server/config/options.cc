@@ -224,11 +224,30 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.auth_token_file = config.auth_token_file();
   SPMMD_RETURN_IF_ERROR(CheckSecurity(options));
 
+  options.shared_memory = config.shared_memory();
+  options.shared_memory_prefix = config.shared_memory_prefix();
+  if (options.shared_memory_prefix.empty() || options.shared_memory_prefix.front() != '/' ||
+      options.shared_memory_prefix.find('/', 1) != std::string::npos) {
+    return absl::InvalidArgumentError(absl::StrCat("--shared-memory-prefix: '", config.shared_memory_prefix(),
+                                                   "' must begin with a slash and have no other"));
+  }
+  options.max_regions = config.max_regions();
+  options.max_region_bytes = *ParseBytes(config.max_region_bytes());
+  options.max_rings = config.max_rings();
+  options.ring_spin = *ParseDurationText(config.ring_spin());
+  if (options.ring_spin > absl::Seconds(1)) return absl::InvalidArgumentError("--ring-spin: must be at most 1s");
+
   options.log_level = config.log_level();
   options.log_format = config.log_format();
 
   options.shard_index = config.shard_index();
   options.shard_count = config.shard_count();
+  if (const int from = config.shard_transition_from(); from > 0) {
+    // Rendezvous hashing only moves layers to or from the shards that come or go: the others hold the most by the
+    // smaller number.
+    const int low = std::min(options.shard_count, from);
+    options.shard_count = options.shard_index < low ? low : std::max(options.shard_count, from);
+  }
   if (options.shard_index >= options.shard_count) {
     return absl::InvalidArgumentError(absl::StrCat("--shard-index: ", options.shard_index,
                                                    " is not below --shard-count, which is ", options.shard_count));

@@ -41,7 +41,7 @@ struct Options {
 
   std::string model_repository;  // empty: none
   std::string cache_dir;         // empty: none
-  // Which of how many shards this server is.
+  // Which of how many shards this server is. While the number changes, the one of the two that this server goes by.
   int shard_index = 0;
   int shard_count = 1;
   // Layers to register at start: `layers` of the config file, the manifest, then --preload, in this order.
@@ -67,6 +67,13 @@ struct Options {
   std::string tls_client_ca;
   absl::Duration tls_reload_interval;
   std::string auth_token_file;  // empty: no token
+
+  bool shared_memory = false;
+  std::string shared_memory_prefix;
+  int max_regions = 0;
+  uint64_t max_region_bytes = 0;
+  int max_rings = 0;
+  absl::Duration ring_spin;
 
   std::string log_level;
   std::string log_format;

@@ -1,15 +1,19 @@
 #include "server/engine/engine.h"
 
-#include <random>
+#include <xxhash.h>
+
 #include <utility>
 #include <vector>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "google/protobuf/io/coded_stream.h"
+#include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 #include "kernels/base/status_macros.h"
 #include "server/catalog/types.h"
 #include "server/engine/program.h"
+#include "server/engine/regions.h"
 #include "server/errors.h"
 
 namespace spmmd::server {
@@ -18,9 +22,20 @@ namespace {
 // A layer can be unregistered between planning and leasing; planning anew then says so, unless it was registered again.
 constexpr int kPlanAttempts = 4;
 
-std::string MakeProgramPrefix() {
-  std::random_device random;
-  return absl::StrCat(absl::Hex((uint64_t{random()} << 32) | random(), absl::kZeroPad16), "-");
+// The same bytes for the same program, in every process of one version.
+std::string Serialize(const pb::Program& program) {
+  std::string bytes;
+  google::protobuf::io::StringOutputStream stream(&bytes);
+  google::protobuf::io::CodedOutputStream out(&stream);
+  out.SetSerializationDeterministic(true);
+  program.SerializeToCodedStream(&out);
+  out.Trim();
+  return bytes;
+}
+
+std::string ProgramId(const std::string& serialized) {
+  const XXH128_hash_t hash = XXH3_128bits(serialized.data(), serialized.size());
+  return absl::StrCat(absl::Hex(hash.high64, absl::kZeroPad16), absl::Hex(hash.low64, absl::kZeroPad16));
 }
 
 void SetDuration(absl::Duration duration, google::protobuf::Duration* out) {
@@ -84,21 +99,26 @@ absl::Status ProgramNotFound(const std::string& id) {
 }  // namespace
 
 Engine::Engine(Options options, LayerCatalog* catalog, Metrics* metrics)
-    : options_(options), catalog_(catalog), metrics_(metrics), program_prefix_(MakeProgramPrefix()) {}
+    : options_(options), catalog_(catalog), metrics_(metrics) {}
 
 Engine::~Engine() = default;
 
 Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, absl::Time deadline,
-                             absl::AnyInvocable<void(absl::Status)> done) {
+                             const Caller& caller, absl::AnyInvocable<void(absl::Status)> done) {
   const absl::Time start = absl::Now();
   auto job = std::make_shared<Job>();
   job->deadline = deadline;
-  absl::Status prepared = GuardHostMemory([&] { return Prepare(request, response, job.get()); });
+  absl::Status prepared = GuardHostMemory([&] { return Prepare(request, caller.regions, response, job.get()); });
   if (!prepared.ok()) {
     done(std::move(prepared));
     return nullptr;
   }
+  job->hand_off = caller.hand_off;
   job->done = [job = job.get(), response, start, done = std::move(done)](absl::Status status) mutable {
+    if (!job->regions.empty()) {
+      if (status.ok()) status = CheckRegions(*job);
+      job->regions.clear();  // the job itself may live on in a handle for Cancel()
+    }
     if (status.ok()) {
       SetDuration(job->queue_time, response->mutable_timing()->mutable_queue());
       SetDuration(job->kernel_time, response->mutable_timing()->mutable_kernel());
@@ -116,7 +136,7 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
   }
   // The last of them may run here, beside the others.
   for (size_t i = 0; i < job->shards.size(); ++i) {
-    job->shards[i]->hand_off = i + 1 < job->shards.size();
+    job->shards[i]->hand_off = job->hand_off || i + 1 < job->shards.size();
     job->shards[i]->device->executor().Submit(job->shards[i]);
   }
   return job;
@@ -132,25 +152,36 @@ void Engine::Cancel(const Call& call) {
   for (const std::shared_ptr<Job>& shard : call->shards) shard->device->executor().Cancel(shard, status);
 }
 
-absl::Status Engine::Prepare(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, Job* job) {
-  SPMMD_RETURN_IF_ERROR(BindPlan(request, job));
-  if (!job->plan->sharded) SPMMD_RETURN_IF_ERROR(ChooseDevice(job));
-  SPMMD_RETURN_IF_ERROR(BindInputs(request, *job->plan, options_.max_tokens, job));
+absl::Status Engine::Prepare(const pb::ExecuteRequest& request, const RegionSet* regions, pb::ExecuteResponse* response,
+                             Job* job) {
+  std::shared_ptr<RegisteredProgram> registered;
+  SPMMD_RETURN_IF_ERROR(BindPlan(request, job, &registered));
+  SPMMD_RETURN_IF_ERROR(BindInputs(request, *job->plan, options_.max_tokens, regions, job));
   SPMMD_RETURN_IF_ERROR(Schedule(request, job));
-  SPMMD_RETURN_IF_ERROR(AllocateOutputs(*job->plan, response, job));
-  return job->plan->sharded ? SplitJob(job) : absl::OkStatus();
+  const pb::Program& program = registered != nullptr ? registered->program : request.program();
+  SPMMD_ASSIGN_OR_RETURN(const auto slices, FindOutputSlices(request, program, *job->plan));
+  SPMMD_RETURN_IF_ERROR(PlaceOutputs(slices, regions, request.outputs_size() > 0, response, job));
+  return job->plan->sharded ? SplitJob(job) : ChooseDevice(job);
 }
 
 absl::Status Engine::ChooseDevice(Job* job) {
   int64_t fewest = 0;
   for (Device* device : job->plan->devices) {
+    if (job->memory_device != nullptr && job->memory_device != device) continue;
     if (!device->healthy()) continue;
     const int64_t jobs = job->plan->devices.size() == 1 ? 0 : device->executor().unfinished();
     if (job->device != nullptr && jobs >= fewest) continue;
     job->device = device;
     fewest = jobs;
   }
-  if (job->device == nullptr) return DeviceLost(*job->plan->devices.front());
+  if (job->device == nullptr && job->memory_device != nullptr && job->memory_device->healthy()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
+                     absl::StrCat(job->regions.front().path, ": a region of the request is memory of ",
+                                  job->memory_device->id(), ", where the program's layers are not"));
+  }
+  if (job->device == nullptr) {
+    return DeviceLost(job->memory_device != nullptr ? *job->memory_device : *job->plan->devices.front());
+  }
   FindLayers(job);
   return absl::OkStatus();
 }
@@ -158,6 +189,12 @@ absl::Status Engine::ChooseDevice(Job* job) {
 absl::Status Engine::SplitJob(Job* job) {
   const Plan& plan = *job->plan;
   const auto count = static_cast<int64_t>(plan.devices.size());
+  if (job->memory_device != nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, reason::kUnsupported,
+                     absl::StrCat(job->regions.front().path,
+                                  ": layers that are sharded over devices take no region "
+                                  "in the memory of one"));
+  }
   for (const Device* device : plan.devices) {
     if (!device->healthy()) return DeviceLost(*device);
   }
@@ -214,18 +251,14 @@ absl::Status Engine::Schedule(const pb::ExecuteRequest& request, Job* job) const
   return absl::OkStatus();
 }
 
-absl::Status Engine::BindPlan(const pb::ExecuteRequest& request, Job* job) {
-  std::shared_ptr<RegisteredProgram> registered;
+absl::Status Engine::BindPlan(const pb::ExecuteRequest& request, Job* job, std::shared_ptr<RegisteredProgram>* found) {
+  std::shared_ptr<RegisteredProgram>& registered = *found;
   switch (request.target_case()) {
     case pb::ExecuteRequest::kProgram:
       if (request.outputs_size() > 0) return FieldError("outputs", "only with program_id");
       break;
     case pb::ExecuteRequest::kProgramId: {
       SPMMD_ASSIGN_OR_RETURN(registered, FindProgram(request.program_id()));
-      if (request.outputs_size() > 0) {
-        return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
-                         "outputs: this server has no shared memory");
-      }
       break;
     }
     case pb::ExecuteRequest::TARGET_NOT_SET:
@@ -254,7 +287,9 @@ absl::StatusOr<std::shared_ptr<const Plan>> Engine::PlanOf(RegisteredProgram& re
   return plan;
 }
 
-absl::Status Engine::AllocateOutputs(const Plan& plan, pb::ExecuteResponse* response, Job* job) {
+absl::Status Engine::PlaceOutputs(const std::vector<const pb::RegionSlice*>& slices, const RegionSet* regions,
+                                  bool in_request, pb::ExecuteResponse* response, Job* job) {
+  const Plan& plan = *job->plan;
   uint64_t total = 0;
   for (const PlanOutput& output : plan.outputs) {
     const int64_t cols = job->step_cols[static_cast<size_t>(output.step)];
@@ -269,17 +304,28 @@ absl::Status Engine::AllocateOutputs(const Plan& plan, pb::ExecuteResponse* resp
   job->bytes += total;
   response->clear_outputs();
   response->mutable_outputs()->Reserve(static_cast<int>(plan.outputs.size()));
-  for (const PlanOutput& output : plan.outputs) {
+  for (size_t o = 0; o < plan.outputs.size(); ++o) {
+    const PlanOutput& output = plan.outputs[o];
     const int64_t cols = job->step_cols[static_cast<size_t>(output.step)];
+    const uint64_t bytes = static_cast<uint64_t>(job->rows * cols) * SizeOf(output.dtype);
     pb::NamedOutput& named = *response->add_outputs();
     named.set_name(plan.step_names[static_cast<size_t>(output.step)]);
     pb::Tensor& tensor = *named.mutable_tensor();
     tensor.set_dtype(ToProto(output.dtype));
     tensor.add_shape(job->rows);
     tensor.add_shape(cols);
-    std::string& data = *tensor.mutable_data();
-    data.resize(static_cast<size_t>(job->rows * cols) * SizeOf(output.dtype));
-    job->outputs.push_back({reinterpret_cast<std::byte*>(data.data()), output.dtype, job->rows, cols, cols});
+    std::byte* data = nullptr;
+    if (slices[o] != nullptr) {
+      const std::string path = absl::StrCat(in_request ? "outputs[" : "program.outputs[", o, "].region");
+      SPMMD_ASSIGN_OR_RETURN(data, BindSlice(regions, *slices[o], path, output.dtype, bytes, /*output=*/true, job));
+      if (job->regions.back().region->device() != nullptr) job->outputs_on_device |= uint32_t{1} << o;
+      *tensor.mutable_region() = *slices[o];
+    } else {
+      std::string& content = *tensor.mutable_data();
+      content.resize(bytes);
+      data = reinterpret_cast<std::byte*>(content.data());
+    }
+    job->outputs.push_back({data, output.dtype, job->rows, cols, cols});
   }
   return absl::OkStatus();
 }
@@ -288,23 +334,34 @@ absl::Status Engine::RegisterProgram(const pb::RegisterProgramRequest& request, 
   if (!request.has_program()) return FieldError("program", "must be set");
   auto registered = std::make_shared<RegisteredProgram>();
   registered->program = request.program();
+  registered->serialized = Serialize(request.program());
   SPMMD_RETURN_IF_ERROR(PlanOf(*registered).status());
+  std::string id = ProgramId(registered->serialized);
   absl::MutexLock lock(&mutex_);
-  if (static_cast<int64_t>(programs_.size()) >= options_.max_programs) {
-    return Exhausted(
-        reason::kTooManyPrograms,
-        absl::StrCat("program: ", programs_.size(), " programs are registered, the limit is ", options_.max_programs),
-        absl::ZeroDuration(), {{"limit", absl::StrCat(options_.max_programs)}});
+  auto entry = programs_.find(id);
+  while (entry != programs_.end() && entry->second->serialized != registered->serialized) {
+    id += '+';  // another program with the same hash
+    entry = programs_.find(id);
   }
-  std::string id = absl::StrCat(program_prefix_, next_program_++);
-  response->set_program_id(id);
-  programs_.emplace(std::move(id), std::move(registered));
+  if (entry == programs_.end()) {
+    if (static_cast<int64_t>(programs_.size()) >= options_.max_programs) {
+      return Exhausted(
+          reason::kTooManyPrograms,
+          absl::StrCat("program: ", programs_.size(), " programs are registered, the limit is ", options_.max_programs),
+          absl::ZeroDuration(), {{"limit", absl::StrCat(options_.max_programs)}});
+    }
+    entry = programs_.emplace(id, std::move(registered)).first;
+  }
+  ++entry->second->uses;
+  response->set_program_id(std::move(id));
   return absl::OkStatus();
 }
 
 absl::Status Engine::UnregisterProgram(const pb::UnregisterProgramRequest& request) {
   absl::MutexLock lock(&mutex_);
-  if (programs_.erase(request.program_id()) == 0) return ProgramNotFound(request.program_id());
+  const auto entry = programs_.find(request.program_id());
+  if (entry == programs_.end()) return ProgramNotFound(request.program_id());
+  if (--entry->second->uses == 0) programs_.erase(entry);
   return absl::OkStatus();
 }
 

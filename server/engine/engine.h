@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -17,6 +19,7 @@
 #include "server/engine/plan.h"
 #include "server/metrics/metrics.h"
 #include "server/pb.h"
+#include "server/shm/region.h"
 #include "spmm/v1/layer_catalog.pb.h"
 #include "spmm/v1/sparse_matmul.pb.h"
 
@@ -31,6 +34,11 @@ class Engine {
     int64_t max_batch_tokens = 512;                 // as the devices' executors have it
   };
 
+  // Who asks.
+  struct Caller {
+    const RegionSet* regions = nullptr;  // of the connection; looked at before Execute returns
+    bool hand_off = false;               // never run on the calling thread
+  };
   // Handle of one Execute, for Cancel only. Null when it has ended already.
   using Call = std::shared_ptr<Job>;
 
@@ -44,7 +52,11 @@ class Engine {
   // later on a device's thread; it must not block. `request` and `response` must stay alive and untouched until then;
   // the response is complete when done is called with OK and unspecified otherwise.
   Call Execute(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, absl::Time deadline,
-               absl::AnyInvocable<void(absl::Status)> done);
+               absl::AnyInvocable<void(absl::Status)> done) {
+    return Execute(request, response, deadline, Caller(), std::move(done));
+  }
+  Call Execute(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, absl::Time deadline,
+               const Caller& caller, absl::AnyInvocable<void(absl::Status)> done);
   // Ends the call soon with CANCELLED, or DEADLINE_EXCEEDED when its deadline has passed: at once when it waits, before
   // its next launch when it runs. Harmless on one that has ended, and on null.
   void Cancel(const Call& call);
@@ -72,31 +84,35 @@ class Engine {
   // A program kept for later, with the plan made of it and the state of the catalog that the plan is good for.
   struct RegisteredProgram {
     pb::Program program;
+    std::string serialized;  // what its id is made of
+    int64_t uses = 0;        // registrations less removals; guarded by Engine::mutex_
     absl::Mutex mutex;
     std::shared_ptr<const Plan> plan ABSL_GUARDED_BY(mutex);
     uint64_t generation ABSL_GUARDED_BY(mutex) = 0;
   };
 
   // Plans (or looks up) the program, takes leases on its layers and binds inputs and outputs.
-  absl::Status Prepare(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, Job* job);
-  // The least busy healthy device that has all layers.
+  absl::Status Prepare(const pb::ExecuteRequest& request, const RegionSet* regions, pb::ExecuteResponse* response,
+                       Job* job);
+  // The least busy healthy device that has all layers, or the one whose memory the request names.
   static absl::Status ChooseDevice(Job* job);
   // One job for each device of a sharded plan, each with its columns of the outputs.
   static absl::Status SplitJob(Job* job);
   // Sets what the queue goes by: flow, priority, whether the job may share a launch.
   absl::Status Schedule(const pb::ExecuteRequest& request, Job* job) const;
-  absl::Status BindPlan(const pb::ExecuteRequest& request, Job* job);
-  absl::Status AllocateOutputs(const Plan& plan, pb::ExecuteResponse* response, Job* job);
+  // `registered` is set for a program_id.
+  absl::Status BindPlan(const pb::ExecuteRequest& request, Job* job, std::shared_ptr<RegisteredProgram>* registered);
+  // In the response, or where `slices` say.
+  absl::Status PlaceOutputs(const std::vector<const pb::RegionSlice*>& slices, const RegionSet* regions,
+                            bool in_request, pb::ExecuteResponse* response, Job* job);
   absl::StatusOr<std::shared_ptr<const Plan>> PlanOf(RegisteredProgram& registered);
   absl::StatusOr<std::shared_ptr<RegisteredProgram>> FindProgram(const std::string& program_id);
 
   const Options options_;
   LayerCatalog* const catalog_;
   Metrics* const metrics_;
-  const std::string program_prefix_;  // tells ids of this process from those of an earlier one
 
   absl::Mutex mutex_;
-  uint64_t next_program_ ABSL_GUARDED_BY(mutex_) = 1;
   absl::flat_hash_map<std::string, std::shared_ptr<RegisteredProgram>> programs_ ABSL_GUARDED_BY(mutex_);
 };
 

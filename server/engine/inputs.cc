@@ -1,4 +1,4 @@
-// BindInputs: from the tensors of a request to the values of a job.
+// BindInputs and FindOutputSlices: from the tensors of a request to the values of a job.
 #include <cstring>
 #include <limits>
 #include <string>
@@ -10,6 +10,7 @@
 #include "kernels/format/dense.h"
 #include "server/catalog/types.h"
 #include "server/engine/program.h"
+#include "server/engine/regions.h"
 #include "server/errors.h"
 
 namespace spmmd::server {
@@ -54,21 +55,31 @@ absl::Status ByteCount(const std::string& path, uint64_t expected, uint64_t got)
   return FieldError(path, absl::StrCat("expected ", expected, " bytes, got ", got));
 }
 
-absl::Status BindDense(const pb::Tensor& tensor, const std::string& path, int64_t max_tokens, InputValue* value,
-                       int64_t* rows, int64_t* cols, uint64_t* bytes) {
+absl::Status BindDense(const pb::Tensor& tensor, const std::string& path, int64_t max_tokens, const RegionSet* regions,
+                       InputValue* value, int64_t* rows, int64_t* cols, Job* job) {
   SPMMD_ASSIGN_OR_RETURN(const Shape shape, ReadShape(tensor, path, max_tokens));
-  if (tensor.has_region()) {
-    return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
-                     absl::StrCat(path, ".region: this server has no shared memory"));
+  const std::byte* data = nullptr;
+  switch (tensor.content_case()) {
+    case pb::Tensor::kData:
+      if (tensor.data().size() != shape.bytes()) {
+        return ByteCount(absl::StrCat(path, ".data"), shape.bytes(), tensor.data().size());
+      }
+      // A string's bytes are aligned for every element type.
+      data = reinterpret_cast<const std::byte*>(tensor.data().data());
+      break;
+    case pb::Tensor::kRegion: {
+      SPMMD_ASSIGN_OR_RETURN(data, BindSlice(regions, tensor.region(), absl::StrCat(path, ".region"), shape.dtype,
+                                             shape.bytes(), /*output=*/false, job));
+      value->on_device = job->regions.back().region->device() != nullptr;
+      break;
+    }
+    case pb::Tensor::CONTENT_NOT_SET:
+      return FieldError(path, "one of data, region must be set");
   }
-  if (tensor.content_case() != pb::Tensor::kData) return FieldError(path, "one of data, region must be set");
-  const std::string& data = tensor.data();
-  if (data.size() != shape.bytes()) return ByteCount(absl::StrCat(path, ".data"), shape.bytes(), data.size());
-  // A string's bytes are aligned for every element type.
-  value->dense = {reinterpret_cast<const std::byte*>(data.data()), shape.dtype, shape.rows, shape.cols, shape.cols};
+  value->dense = {data, shape.dtype, shape.rows, shape.cols, shape.cols};
   *rows = shape.rows;
   *cols = shape.cols;
-  *bytes += data.size();
+  job->bytes += shape.bytes();
   return absl::OkStatus();
 }
 
@@ -152,7 +163,8 @@ absl::Status BindSparse(const pb::SparseTensor& tensor, const std::string& path,
 
 }  // namespace
 
-absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int64_t max_tokens, Job* job) {
+absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int64_t max_tokens,
+                        const RegionSet* regions, Job* job) {
   const size_t count = plan.input_names.size();
   job->inputs.clear();
   job->inputs.resize(count);
@@ -180,7 +192,7 @@ absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int
     std::string value_path;
     if (input.has_dense()) {
       value_path = absl::StrCat(path, ".dense");
-      SPMMD_RETURN_IF_ERROR(BindDense(input.dense(), value_path, max_tokens, &value, &rows, &cols, &job->bytes));
+      SPMMD_RETURN_IF_ERROR(BindDense(input.dense(), value_path, max_tokens, regions, &value, &rows, &cols, job));
     } else if (input.has_sparse()) {
       value_path = absl::StrCat(path, ".sparse");
       if (plan.input_dense_only[index]) {
@@ -216,6 +228,44 @@ absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int
     job->step_cols[s] = class_cols[static_cast<size_t>(plan.width_class[count + s])];
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<const pb::RegionSlice*>> FindOutputSlices(const pb::ExecuteRequest& request,
+                                                                     const pb::Program& program, const Plan& plan) {
+  std::vector<const pb::RegionSlice*> slices(plan.outputs.size(), nullptr);
+  for (size_t o = 0; o < slices.size(); ++o) {
+    const pb::OutputSpec& output = program.outputs(static_cast<int>(o));
+    if (output.has_region()) slices[o] = &output.region();
+  }
+  if (request.outputs_size() == 0) return slices;
+  if (request.outputs_size() > kMaxOutputs) {
+    return FieldError("outputs", absl::StrCat(request.outputs_size(), " entries, the limit is ", kMaxOutputs));
+  }
+  std::vector<bool> replaced(slices.size());
+  for (int i = 0; i < request.outputs_size(); ++i) {
+    const pb::OutputSpec& given = request.outputs(i);
+    const std::string path = absl::StrCat("outputs[", i, "]");
+    // The first output of that step (and type, when one is given) that no earlier entry took.
+    size_t o = 0;
+    bool named = false;
+    for (; o < slices.size(); ++o) {
+      const pb::OutputSpec& output = program.outputs(static_cast<int>(o));
+      if (output.step() != given.step()) continue;
+      named = true;
+      const bool same_type =
+          given.dtype() == pb::DATA_TYPE_UNSPECIFIED || FromProto(given.dtype()) == plan.outputs[o].dtype;
+      if (same_type && !replaced[o]) break;
+    }
+    if (o == slices.size()) {
+      return FieldError(absl::StrCat(path, named ? ".dtype" : ".step"),
+                        absl::StrCat("\"", given.step(), "\" is ",
+                                     named ? "no output of the program in this type, or is given twice"
+                                           : "not an output of the program"));
+    }
+    replaced[o] = true;
+    slices[o] = given.has_region() ? &given.region() : nullptr;
+  }
+  return slices;
 }
 
 }  // namespace spmmd::server

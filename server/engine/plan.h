@@ -24,6 +24,7 @@
 namespace spmmd::server {
 
 class Device;
+class Region;
 class ResidentLayer;
 class ServedLayer;
 
@@ -89,8 +90,18 @@ struct SparseRows {
 
 // The value of one program input.
 struct InputValue {
-  DenseView dense;  // when !sparse
+  DenseView dense;         // when !sparse
+  bool on_device = false;  // `dense` is memory of Job::memory_device
   std::optional<SparseRows> sparse;
+};
+
+// A piece of shared memory that a job reads or writes.
+struct RegionUse {
+  std::shared_ptr<const Region> region;
+  const std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  bool output = false;
+  std::string path;  // of the field that named it
 };
 
 // One run of a plan: what a device's queue holds. All memory that it points to (request, response) outlives `done`.
@@ -104,6 +115,9 @@ struct Job {
   std::vector<int64_t> step_cols;                          // columns of each step's value
   std::vector<InputValue> inputs;                          // by Plan::input_names index
   std::vector<MutableDenseView> outputs;                   // by Plan::outputs index
+  uint32_t outputs_on_device = 0;                          // bit o: outputs[o] is memory of `memory_device`
+  std::vector<RegionUse> regions;                          // shared memory among inputs and outputs
+  const Device* memory_device = nullptr;                   // the run must be here: regions are this device's memory
   uint64_t bytes = 0;                                      // of inputs and outputs, for admission
   absl::Time deadline = absl::InfiniteFuture();
   // Jobs of one flow share a place in the round of a device's queue. Any address: only its identity counts.

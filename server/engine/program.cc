@@ -287,10 +287,6 @@ class Planner {
         }
         planned.dtype = *dtype;
       }
-      if (output.has_region()) {
-        return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
-                         absl::StrCat(path, ".region: this server has no shared memory"));
-      }
       plan_->outputs.push_back(planned);
     }
     return absl::OkStatus();
