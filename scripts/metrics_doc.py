@@ -35,7 +35,8 @@ RPC = (
 
 KIND = (
     "kind",
-    "of `spmmd_device_memory_bytes`: `weights`, `workspace`, `staging`, `free`, `total`; of `spmmd_gpu_memory_bytes`: "
+    "of `spmmd_device_memory_bytes`: `weights`, `workspace`, `staging`, `shadow` (dense copies of layers, given "
+    "back when anything else needs the memory), `free`, `total`; of `spmmd_gpu_memory_bytes`: "
     "`used`, `free`, `total`",
 )
 REASON = (

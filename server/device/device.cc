@@ -33,6 +33,7 @@ void Device::Start() {
     sample.weights_bytes = budget_.used(MemoryKind::kWeights);
     sample.workspace_bytes = budget_.used(MemoryKind::kWorkspace);
     sample.staging_bytes = budget_.used(MemoryKind::kStaging);
+    sample.shadow_bytes = budget_.used(MemoryKind::kShadow);
     sample.limit_bytes = budget_.limit();
     sample.queue_depth = executor_->depth();
     sample.queue_bytes = executor_->bytes();

@@ -20,7 +20,8 @@
 
 namespace spmmd::server {
 
-enum class MemoryKind : uint8_t { kWeights = 0, kWorkspace = 1, kStaging = 2 };
+// kShadow: dense copies of layers, given back as soon as anything else needs the memory.
+enum class MemoryKind : uint8_t { kWeights = 0, kWorkspace = 1, kStaging = 2, kShadow = 3 };
 
 // Who gives memory back first.
 inline constexpr int kReclaimCopies = 0;  // copies that only make something faster
@@ -95,7 +96,7 @@ class MemoryBudget {
   std::map<std::pair<int, int64_t>, Reclaimer> reclaimers_ ABSL_GUARDED_BY(reclaim_mutex_);
   int64_t next_reclaimer_ ABSL_GUARDED_BY(reclaim_mutex_) = 1;
   mutable absl::Mutex mutex_;
-  std::array<uint64_t, 3> used_ ABSL_GUARDED_BY(mutex_){};
+  std::array<uint64_t, 4> used_ ABSL_GUARDED_BY(mutex_){};
 };
 
 }  // namespace spmmd::server

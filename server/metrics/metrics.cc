@@ -24,6 +24,7 @@ struct Metrics::Device {
   prometheus::Gauge* weights = nullptr;
   prometheus::Gauge* workspace = nullptr;
   prometheus::Gauge* staging = nullptr;
+  prometheus::Gauge* shadow = nullptr;
   prometheus::Gauge* free = nullptr;
   prometheus::Gauge* total = nullptr;
   prometheus::Gauge* healthy = nullptr;
@@ -225,6 +226,7 @@ void Metrics::AddDevice(absl::string_view device, std::function<DeviceSample()> 
   d.weights = memory("weights");
   d.workspace = memory("workspace");
   d.staging = memory("staging");
+  d.shadow = memory("shadow");
   d.free = memory("free");
   d.total = memory("total");
   d.healthy = &device_healthy_.Add({{"device", id}});
@@ -239,7 +241,8 @@ void Metrics::RemoveDevice(absl::string_view device) {
   Device& d = DeviceOf(device);
   if (d.sample == nullptr) return;
   d.sample = nullptr;
-  for (prometheus::Gauge* gauge : {d.weights, d.workspace, d.staging, d.free, d.total}) device_memory_.Remove(gauge);
+  for (prometheus::Gauge* gauge : {d.weights, d.workspace, d.staging, d.shadow, d.free, d.total})
+    device_memory_.Remove(gauge);
   device_healthy_.Remove(d.healthy);
   queue_depth_.Remove(d.queue_depth);
   queue_bytes_.Remove(d.queue_bytes);
@@ -327,10 +330,12 @@ void Metrics::Refresh() const {
     Device& d = *device;
     if (d.sample == nullptr) continue;
     const DeviceSample sample = d.sample();
-    const uint64_t used = sample.weights_bytes + sample.workspace_bytes + sample.staging_bytes;
+    const uint64_t used =
+        sample.weights_bytes + sample.workspace_bytes + sample.staging_bytes + sample.shadow_bytes;
     d.weights->Set(static_cast<double>(sample.weights_bytes));
     d.workspace->Set(static_cast<double>(sample.workspace_bytes));
     d.staging->Set(static_cast<double>(sample.staging_bytes));
+    d.shadow->Set(static_cast<double>(sample.shadow_bytes));
     d.free->Set(static_cast<double>(sample.limit_bytes - std::min(used, sample.limit_bytes)));
     d.total->Set(static_cast<double>(sample.limit_bytes));
     d.healthy->Set(sample.healthy ? 1 : 0);
