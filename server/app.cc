@@ -67,6 +67,7 @@ absl::Status App::Init() {
   metrics_ = std::make_shared<Metrics>();
   SPMMD_RETURN_IF_ERROR(StartDevices());
   metrics_->SetBuildInfo(Version(), Revision(), backend_);
+  metrics_->SetShard(options_.shard_index, options_.shard_count);
 
   std::vector<Device*> devices;
   for (const auto& device : devices_) devices.push_back(device.get());

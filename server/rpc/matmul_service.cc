@@ -92,6 +92,8 @@ grpc::ServerUnaryReactor* SparseMatmulService::ServerInfo(grpc::CallbackServerCo
         out->set_version(rpc_.version);
         out->set_revision(rpc_.revision);
         out->set_backend(rpc_.backend);
+        out->set_shard_index(rpc_.catalog->options().shard_index);
+        out->set_shard_count(rpc_.catalog->options().shard_count);
         out->mutable_limits()->set_max_message_bytes(rpc_.limits.max_message_bytes);
         out->mutable_limits()->set_max_chunk_bytes(rpc_.catalog->options().max_chunk_bytes);
         return absl::OkStatus();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "server/config/fields.h"
 
@@ -198,6 +199,23 @@ TEST(CommandLineTest, AShardIsOneOfTheirCount) {
   EXPECT_EQ(ParseOk({}).shard_count, 1);
   EXPECT_EQ(ParseError({"--shard-index=3", "--shard-count=3"}),
             "--shard-index: 3 is not below --shard-count, which is 3");
+}
+
+TEST(CommandLineTest, WhileTheNumberOfShardsChangesTheSmallerOneHolds) {
+  const auto count = [](int index, int count, int from) {
+    return ParseOk({absl::StrCat("--shard-index=", index), absl::StrCat("--shard-count=", count),
+                    absl::StrCat("--shard-transition-from=", from)})
+        .shard_count;
+  };
+  for (int index = 0; index < 4; ++index) {
+    EXPECT_EQ(count(index, 5, 4), 4);
+    EXPECT_EQ(count(index, 4, 5), 4);
+    EXPECT_EQ(count(index, 5, 0), 5);
+  }
+  EXPECT_EQ(count(4, 5, 4), 5);
+  EXPECT_EQ(count(4, 4, 5), 5) << "the one that goes stays what it was";
+  EXPECT_EQ(ParseError({"--shard-index=5", "--shard-count=4", "--shard-transition-from=5"}),
+            "--shard-index: 5 is not below --shard-count, which is 5");
 }
 
 TEST(CommandLineTest, AnEmptyHealthCheckIsNoServer) {

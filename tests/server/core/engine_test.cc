@@ -418,8 +418,43 @@ TEST(EngineTest, ProgramsAreBounded) {
   *request.mutable_program() = MatmulRequest("w", RandomMatrix(DType::kF32, 1, 8, 0, 1).view()).program();
   pb::RegisterProgramResponse response;
   EXPECT_TRUE(core.engine.RegisterProgram(request, &response).ok());
+  request.mutable_program()->mutable_steps(0)->mutable_matmul()->set_activation(pb::ACTIVATION_RELU);
   EXPECT_TRUE(core.engine.RegisterProgram(request, &response).ok());
+  EXPECT_TRUE(core.engine.RegisterProgram(request, &response).ok()) << "one that is there takes no further place";
+  request.mutable_program()->mutable_steps(0)->mutable_matmul()->set_activation(pb::ACTIVATION_SILU);
   EXPECT_EQ(ReasonOf(core.engine.RegisterProgram(request, &response)), "TOO_MANY_PROGRAMS");
+}
+
+TEST(EngineTest, AProgramHasOneIdEverywhereAndIsKeptForAllWhoRegisteredIt) {
+  Core core;
+  Core replica;
+  const DenseMatrix w = RandomMatrix(DType::kF16, 8, 8, 0.5, 1);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  ASSERT_TRUE(replica.Register("w", w.view()).ok());
+  const DenseMatrix x = RandomMatrix(DType::kF32, 1, 8, 0, 1);
+  pb::ExecuteRequest request = MatmulRequest("w", x.view());
+  pb::RegisterProgramRequest registration;
+  *registration.mutable_program() = request.program();
+  pb::RegisterProgramResponse first;
+  pb::RegisterProgramResponse second;
+  pb::RegisterProgramResponse elsewhere;
+  ASSERT_TRUE(core.engine.RegisterProgram(registration, &first).ok());
+  ASSERT_TRUE(core.engine.RegisterProgram(registration, &second).ok());
+  ASSERT_TRUE(replica.engine.RegisterProgram(registration, &elsewhere).ok());
+  EXPECT_EQ(first.program_id(), second.program_id());
+  EXPECT_EQ(first.program_id(), elsewhere.program_id());
+  registration.mutable_program()->mutable_steps(0)->mutable_matmul()->set_ignore_bias(true);
+  ASSERT_TRUE(core.engine.RegisterProgram(registration, &second).ok());
+  EXPECT_NE(first.program_id(), second.program_id());
+
+  request.set_program_id(first.program_id());
+  pb::ExecuteResponse response;
+  pb::UnregisterProgramRequest unregister;
+  unregister.set_program_id(first.program_id());
+  EXPECT_TRUE(core.engine.UnregisterProgram(unregister).ok());
+  EXPECT_TRUE(core.Execute(request, &response).ok()) << "the other registration still needs it";
+  EXPECT_TRUE(core.engine.UnregisterProgram(unregister).ok());
+  EXPECT_EQ(ReasonOf(core.Execute(request, &response)), "PROGRAM_NOT_FOUND");
 }
 
 TEST(EngineTest, BenchmarkFillsTheLayersTable) {

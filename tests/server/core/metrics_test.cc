@@ -99,7 +99,9 @@ TEST(MetricsTest, EveryContractNameIsThereAfterOneRequest) {
   const DenseMatrix x = testing::RandomMatrix(DType::kF32, 1, 32, 0, 2);
   pb::ExecuteResponse response;
   ASSERT_TRUE(core.Execute(testing::MatmulRequest("w", x.view()), &response).ok());
+  core.metrics.SetShard(2, 5);
   const std::string text = core.metrics.Serialize();
+  EXPECT_TRUE(absl::StrContains(text, "\nspmmd_shard_count{shard=\"2\"} 5\n"));
   for (const char* name :
        {"spmmd_build_info", "spmmd_requests_total", "spmmd_request_duration_seconds",
         "spmmd_request_queue_duration_seconds", "spmmd_batch_tokens", "spmmd_kernel_duration_seconds",

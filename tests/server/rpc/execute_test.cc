@@ -273,6 +273,8 @@ TEST_F(ExecuteTest, ServerInfoTellsTheLimitsInForce) {
   EXPECT_EQ(info.limits().max_tokens(), 65536);
   EXPECT_EQ(info.limits().max_queue_depth(), 1024);
   EXPECT_GT(info.formats_size(), 0);
+  EXPECT_EQ(info.shard_index(), 0);
+  EXPECT_EQ(info.shard_count(), 1);
 }
 
 TEST_F(ExecuteTest, RequestIdIsEchoed) {
