@@ -8,12 +8,8 @@
 
 namespace spmmd::server {
 
-// The reactor of one stream; deletes itself.
-//
-// At most limits.max_stream_in_flight requests are between "read" and "answer written"; beyond that nothing is read, so
-// a caller that never reads its answers cannot make the server hold more. A request that fails is answered by an error;
-// only bytes that are no request end the stream. When the server drains, a stream ends (UNAVAILABLE) as soon as nothing
-// is in flight on it.
+// The reactor of one stream (pipelined_stream.h); deletes itself. A request whose id is in flight already is answered by
+// INVALID_ARGUMENT.
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* NewExecuteStreamCall(RpcContext& rpc, const Method& method,
                                                                                   grpc::CallbackServerContext* context);
 
