@@ -17,6 +17,7 @@
 #include "server/errors.h"
 #include "server/pb.h"
 #include "server/rpc/pipelined_stream.h"
+#include "server/rpc/region_calls.h"
 #include "server/rpc/unary_call.h"
 #include "spmm/v1/sparse_matmul.pb.h"
 
@@ -42,18 +43,25 @@ class RequestIds {
 
 class ExecuteStreamItem final : public StreamRequest {
  public:
-  explicit ExecuteStreamItem(std::shared_ptr<RequestIds> ids) : ids_(std::move(ids)) {}
+  ExecuteStreamItem(RpcContext& rpc, const grpc::CallbackServerContext& context, std::shared_ptr<RequestIds> ids)
+      : rpc_(rpc), context_(context), ids_(std::move(ids)) {}
 
-  absl::Status Parse(grpc::ByteBuffer* bytes) override { return ParseMessage(bytes, &request_); }
+  absl::Status Parse(grpc::ByteBuffer* bytes) override {
+    absl::Status status = ParseMessage(bytes, &request_);
+    if (status.ok()) owns_id_ = ids_->Insert(request_.request_id());
+    return status;
+  }
 
   Engine::Call Start(Engine& engine, absl::Time deadline, std::function<void(absl::Status)> done) override {
     response_.set_request_id(request_.request_id());
-    owns_id_ = ids_->Insert(request_.request_id());
     if (!owns_id_) {
       done(FieldError("request_id", "a request with this id is in flight on the stream"));
       return nullptr;
     }
-    return engine.Execute(request_.request(), response_.mutable_response(), deadline, std::move(done));
+    const std::shared_ptr<const RegionSet> regions = RegionsOf(rpc_, context_);
+    Engine::Caller caller;
+    caller.regions = regions.get();
+    return engine.Execute(request_.request(), response_.mutable_response(), deadline, caller, std::move(done));
   }
 
   absl::Status Answer(const absl::Status& result, grpc::ByteBuffer* bytes) override {
@@ -69,6 +77,8 @@ class ExecuteStreamItem final : public StreamRequest {
   }
 
  private:
+  RpcContext& rpc_;
+  const grpc::CallbackServerContext& context_;
   const std::shared_ptr<RequestIds> ids_;
   pb::ExecuteStreamRequest request_;
   pb::ExecuteStreamResponse response_;
@@ -79,8 +89,8 @@ class ExecuteStreamItem final : public StreamRequest {
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* NewExecuteStreamCall(
     RpcContext& rpc, const Method& method, grpc::CallbackServerContext* context) {
-  return new PipelinedStream(rpc, method, context, [ids = std::make_shared<RequestIds>()] {
-    return std::make_shared<ExecuteStreamItem>(ids);
+  return new PipelinedStream(rpc, method, context, [&rpc, context, ids = std::make_shared<RequestIds>()] {
+    return std::make_shared<ExecuteStreamItem>(rpc, *context, ids);
   });
 }
 

@@ -15,6 +15,7 @@
 #include "grpcpp/grpcpp.h"
 #include "server/engine/engine.h"
 #include "server/rpc/call.h"
+#include "server/rpc/connections.h"
 #include "server/rpc/context.h"
 
 namespace spmmd::server {
@@ -23,7 +24,8 @@ namespace spmmd::server {
 class StreamRequest {
  public:
   virtual ~StreamRequest() = default;
-  // Takes the bytes. An error ends the stream: what follows such bytes cannot be trusted.
+  // Takes the bytes; the next request of the stream is read afterwards. An error ends the stream: what follows such
+  // bytes cannot be trusted.
   virtual absl::Status Parse(grpc::ByteBuffer* bytes) = 0;
   // Starts it. `done` is called exactly once, as Engine::Execute does. The handle is for Engine::Cancel, or null.
   virtual Engine::Call Start(Engine& engine, absl::Time deadline, std::function<void(absl::Status)> done) = 0;
@@ -68,6 +70,8 @@ class PipelinedStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void FinishIfDone() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   CallScope scope_;
+  // Null when shared memory is off: what the connection registered goes when its last stream is cancelled.
+  std::unique_ptr<Connections::Stream> connection_;
   const std::function<std::shared_ptr<StreamRequest>()> make_;
   const absl::Time deadline_;
   std::atomic<int> refs_{1};  // gRPC's, given back in OnDone, and one for each request in flight
