@@ -105,6 +105,7 @@ absl::Status App::Init() {
   rpc_.metrics = metrics_.get();
   rpc_.auth = auth_.get();
   rpc_.blocking = blocking_.get();
+  StartSharedMemory();
   rpc_.limits.max_message_bytes = options_.max_message_bytes;
   rpc_.limits.max_uploads = options_.max_uploads;
   rpc_.limits.upload_idle_timeout = options_.upload_idle_timeout;
@@ -116,6 +117,25 @@ absl::Status App::Init() {
   SPMMD_ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start(options_, &rpc_));
   WatchDevices();
   return absl::OkStatus();
+}
+
+void App::StartSharedMemory() {
+  RegionPool::Options regions;
+  regions.enabled = options_.shared_memory;
+  regions.max_regions = options_.max_regions;
+  regions.max_bytes = options_.max_region_bytes;
+  regions.prefix = options_.shared_memory_prefix;
+  regions_ = std::make_unique<RegionPool>(std::move(regions));
+  connections_ = std::make_unique<Connections>(regions_.get());
+  rpc_.regions = regions_.get();
+  rpc_.connections = connections_.get();
+  rpc_.limits.max_rings = options_.max_rings;
+  rpc_.limits.ring_spin = options_.ring_spin;
+  metrics_->SetSharedMemorySource([this] {
+    const RegionPool::Usage usage = regions_->usage();
+    return SharedMemorySample{usage.posix_regions, usage.posix_bytes, usage.cuda_regions, usage.cuda_bytes,
+                              rpc_.rings.load()};
+  });
 }
 
 DeviceOptions App::MakeDeviceOptions() const {
@@ -262,7 +282,10 @@ App::~App() {
   for (const auto& device : devices_) device->OnLost(nullptr);
   metrics_endpoint_.reset();
   rpc_server_.reset();
+  if (metrics_ != nullptr) metrics_->SetSharedMemorySource(nullptr);
+  if (connections_ != nullptr) connections_->Shutdown();  // rings end, on threads of `blocking_`
   blocking_.reset();
+  connections_.reset();
   engine_.reset();
   catalog_.reset();
   devices_.clear();

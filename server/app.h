@@ -19,8 +19,10 @@
 #include "server/metrics/metrics.h"
 #include "server/rpc/auth.h"
 #include "server/rpc/blocking_runner.h"
+#include "server/rpc/connections.h"
 #include "server/rpc/context.h"
 #include "server/rpc/server.h"
+#include "server/shm/region.h"
 
 namespace spmmd::server {
 
@@ -61,6 +63,7 @@ class App {
   absl::Status StartGpus();
   DeviceOptions MakeDeviceOptions() const;
   void WatchDevices();
+  void StartSharedMemory();
   absl::Status StartMetricsEndpoint();
 
   const Options options_;
@@ -73,6 +76,8 @@ class App {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<AuthTokens> auth_;
   std::unique_ptr<BlockingRunner> blocking_;
+  std::unique_ptr<RegionPool> regions_;
+  std::unique_ptr<Connections> connections_;
   RpcContext rpc_;
   std::unique_ptr<RpcServer> rpc_server_;
   std::unique_ptr<HttpEndpoint> metrics_endpoint_;

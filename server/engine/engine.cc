@@ -372,6 +372,11 @@ absl::StatusOr<std::shared_ptr<Engine::RegisteredProgram>> Engine::FindProgram(c
   return entry->second;
 }
 
+absl::StatusOr<pb::Program> Engine::GetProgram(const std::string& program_id) {
+  SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<RegisteredProgram> registered, FindProgram(program_id));
+  return registered->program;
+}
+
 void Engine::DescribeDevices(pb::DeviceInfoResponse* response) const {
   for (const Device* device : catalog_->devices()) device->Describe(response->add_devices());
 }

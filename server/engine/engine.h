@@ -63,6 +63,8 @@ class Engine {
 
   absl::Status RegisterProgram(const pb::RegisterProgramRequest& request, pb::RegisterProgramResponse* response);
   absl::Status UnregisterProgram(const pb::UnregisterProgramRequest& request);
+  // A registered program as it was given. NOT_FOUND.
+  absl::StatusOr<pb::Program> GetProgram(const std::string& program_id);
 
   // These block: call them off the network threads. Their launches queue like everybody's; past the deadline they end
   // with DEADLINE_EXCEEDED.

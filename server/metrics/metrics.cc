@@ -168,6 +168,11 @@ Metrics::Metrics(const Options& options)
           &Make(prometheus::BuildGauge(), "spmmd_requests_waiting_for_layers",
                 "Requests that wait for an evicted layer to come back.", *registry_)
                .Add({})},
+      shm_regions_(Make(prometheus::BuildGauge(), "spmmd_shm_regions", "Shared-memory regions that callers registered.",
+                        *registry_)),
+      shm_bytes_(Make(prometheus::BuildGauge(), "spmmd_shm_bytes", "Bytes of the shared-memory regions.", *registry_)),
+      rings_(Make(prometheus::BuildGauge(), "spmmd_rings", "Rings that are open in callers' shared memory.", *registry_)
+                 .Add({})),
       options_(options) {
   for (const pb::LayerState state : {pb::LAYER_STATE_UPLOADING, pb::LAYER_STATE_PACKING, pb::LAYER_STATE_READY,
                                      pb::LAYER_STATE_EVICTED, pb::LAYER_STATE_FAILED}) {
@@ -320,9 +325,20 @@ void Metrics::SetSource(Gauge gauge, std::function<uint64_t()> source) {
   sources_[static_cast<size_t>(gauge)] = std::move(source);
 }
 
+void Metrics::SetSharedMemorySource(std::function<SharedMemorySample()> source) {
+  absl::MutexLock lock(&mutex_);
+  shared_memory_source_ = std::move(source);
+}
+
 void Metrics::Refresh() const {
   absl::MutexLock lock(&mutex_);
   const absl::Time now = absl::Now();
+  const SharedMemorySample shared = shared_memory_source_ == nullptr ? SharedMemorySample() : shared_memory_source_();
+  shm_regions_.Add({{"kind", "posix"}}).Set(static_cast<double>(shared.posix_regions));
+  shm_regions_.Add({{"kind", "cuda"}}).Set(static_cast<double>(shared.cuda_regions));
+  shm_bytes_.Add({{"kind", "posix"}}).Set(static_cast<double>(shared.posix_bytes));
+  shm_bytes_.Add({{"kind", "cuda"}}).Set(static_cast<double>(shared.cuda_bytes));
+  rings_.Set(static_cast<double>(shared.rings));
   for (size_t i = 0; i < sources_.size(); ++i) {
     gauges_[i]->Set(sources_[i] == nullptr ? 0 : static_cast<double>(sources_[i]()));
   }

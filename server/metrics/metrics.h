@@ -46,6 +46,15 @@ struct DeviceSample {
   bool healthy = true;
 };
 
+// What callers share with the server.
+struct SharedMemorySample {
+  int64_t posix_regions = 0;
+  uint64_t posix_bytes = 0;
+  int64_t cuda_regions = 0;
+  uint64_t cuda_bytes = 0;
+  int64_t rings = 0;
+};
+
 class Metrics;
 
 // One RPC method. Obtained once by Metrics::Rpc() and kept by its handler; all calls are wait-free but for the first
@@ -145,6 +154,8 @@ class Metrics final : public prometheus::Collectable {
   enum class Gauge : uint8_t { kUploadBytes, kHostLayerBytes, kCacheBytes, kWaitingForLayers };
   // Where a gauge is read at every scrape; it must not call Metrics. Null: nowhere any more.
   void SetSource(Gauge gauge, std::function<uint64_t()> source);
+  // The same for regions and rings.
+  void SetSharedMemorySource(std::function<SharedMemorySample()> source);
 
  private:
   friend class RpcMetrics;
@@ -185,6 +196,9 @@ class Metrics final : public prometheus::Collectable {
   prometheus::Family<prometheus::Histogram>& pack_duration_;
   prometheus::Family<prometheus::Counter>& cache_events_;
   std::array<prometheus::Gauge*, 4> gauges_;
+  prometheus::Family<prometheus::Gauge>& shm_regions_;
+  prometheus::Family<prometheus::Gauge>& shm_bytes_;
+  prometheus::Gauge& rings_;
   const Options options_;
 
   mutable absl::Mutex mutex_;
@@ -194,6 +208,7 @@ class Metrics final : public prometheus::Collectable {
   absl::flat_hash_map<std::string, LayerSeries> layer_series_ ABSL_GUARDED_BY(mutex_);
   int labelled_layers_ ABSL_GUARDED_BY(mutex_) = 0;
   std::array<std::function<uint64_t()>, 4> sources_ ABSL_GUARDED_BY(mutex_);
+  std::function<SharedMemorySample()> shared_memory_source_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace spmmd::server

@@ -83,16 +83,21 @@ grpc::Status CallScope::Finish(const absl::Status& status) {
 }
 
 void CallScope::LogFailure(const absl::Status& status) const {
+  LogFailedRequest(method_.name, status, context_->peer(), request_id_);
+}
+
+void LogFailedRequest(std::string_view rpc, const absl::Status& status, const std::string& peer,
+                      std::string_view request_id) {
   if (!LogEnabled(LogLevel::kWarning)) return;
   int64_t suppressed = 0;
   if (!TakeLogLine(&suppressed)) return;
   if (suppressed > 0) LogWarning("failed requests not logged", {{"count", suppressed}});
   Log(LogLevel::kWarning, "request failed",
-      {{"rpc", method_.name},
+      {{"rpc", rpc},
        {"code", CodeName(status.code())},
        {"error", std::string_view(status.message().data(), status.message().size())},
-       {"peer", context_->peer()},
-       {"request_id", request_id_}});
+       {"peer", peer},
+       {"request_id", request_id}});
 }
 
 }  // namespace spmmd::server

@@ -43,6 +43,7 @@ class CallScope {
   void LogFailure(const absl::Status& status) const;
 
   RpcContext& rpc() const { return rpc_; }
+  const grpc::CallbackServerContext& context() const { return *context_; }
   const Method& method() const { return method_; }
 
  private:
@@ -54,6 +55,10 @@ class CallScope {
   const absl::Time started_;
   std::string request_id_;
 };
+
+// The log line of a failed request, unless there were too many of late.
+void LogFailedRequest(std::string_view rpc, const absl::Status& status, const std::string& peer,
+                      std::string_view request_id);
 
 }  // namespace spmmd::server
 

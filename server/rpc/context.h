@@ -15,8 +15,11 @@
 #include "server/metrics/metrics.h"
 #include "server/rpc/auth.h"
 #include "server/rpc/blocking_runner.h"
+#include "server/shm/region.h"
 
 namespace spmmd::server {
+
+class Connections;
 
 // A call without an end of its own, told when the server drains.
 class DrainableCall {
@@ -33,6 +36,9 @@ struct RpcLimits {
   int max_stream_in_flight = 64;
   // Unregister, Pin, Warm and Benchmark calls that may block at once.
   int max_blocking_calls = 64;
+  int max_rings = 16;
+  // How long a ring's thread looks for the next entry before it sleeps.
+  absl::Duration ring_spin = absl::Microseconds(100);
 };
 
 enum class ServingState { kStarting, kServing, kDraining };
@@ -43,6 +49,8 @@ struct RpcContext {
   Metrics* metrics = nullptr;
   AuthTokens* auth = nullptr;  // null: every call is allowed
   BlockingRunner* blocking = nullptr;
+  RegionPool* regions = nullptr;
+  Connections* connections = nullptr;
   RpcLimits limits;
   std::string version;
   std::string revision;
@@ -51,6 +59,7 @@ struct RpcContext {
   std::atomic<ServingState> state{ServingState::kStarting};
   std::atomic<int> uploads{0};
   std::atomic<int> blocking_calls{0};
+  std::atomic<int> rings{0};
   // Calls that were admitted and whose answer has not been handed to the network.
   std::atomic<int> calls{0};
 

@@ -1,5 +1,6 @@
 #include "server/rpc/matmul_service.h"
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "grpcpp/grpcpp.h"
 #include "server/errors.h"
 #include "server/rpc/execute_stream.h"
+#include "server/rpc/region_calls.h"
 #include "server/rpc/unary_call.h"
 
 namespace spmmd::server {
@@ -20,7 +22,10 @@ class ExecuteCall final : public UnaryCall<pb::ExecuteRequest, pb::ExecuteRespon
   // Called by the method's handler. gRPC delivers neither OnCancel nor OnDone before the handler has returned the
   // reactor, so `call_` is set by then.
   void Run() {
-    call_ = scope().rpc().engine->Execute(request(), response(), scope().deadline(),
+    const std::shared_ptr<const RegionSet> regions = RegionsOf(scope().rpc(), scope().context());
+    Engine::Caller caller;
+    caller.regions = regions.get();
+    call_ = scope().rpc().engine->Execute(request(), response(), scope().deadline(), caller,
                                           [this](absl::Status status) { End(std::move(status)); });
   }
 
@@ -29,11 +34,6 @@ class ExecuteCall final : public UnaryCall<pb::ExecuteRequest, pb::ExecuteRespon
  private:
   Engine::Call call_;
 };
-
-absl::Status NotYet(std::string_view what) {
-  return MakeError(absl::StatusCode::kUnimplemented, reason::kUnsupported,
-                   std::string(what) + " is not implemented by this version of spmmd");
-}
 
 }  // namespace
 
@@ -94,6 +94,11 @@ grpc::ServerUnaryReactor* SparseMatmulService::ServerInfo(grpc::CallbackServerCo
         out->set_backend(rpc_.backend);
         out->set_shard_index(rpc_.catalog->options().shard_index);
         out->set_shard_count(rpc_.catalog->options().shard_count);
+        if (rpc_.regions->options().enabled) {
+          out->add_extensions("shared_memory");
+          if (rpc_.limits.max_rings > 0) out->add_extensions("ring");
+          if (rpc_.regions->options().open_device_memory != nullptr) out->add_extensions("cuda_ipc");
+        }
         out->mutable_limits()->set_max_message_bytes(rpc_.limits.max_message_bytes);
         out->mutable_limits()->set_max_chunk_bytes(rpc_.catalog->options().max_chunk_bytes);
         return absl::OkStatus();
@@ -112,31 +117,31 @@ grpc::ServerUnaryReactor* SparseMatmulService::DeviceInfo(grpc::CallbackServerCo
 grpc::ServerUnaryReactor* SparseMatmulService::RegisterRegion(grpc::CallbackServerContext* context,
                                                               const grpc::ByteBuffer* request,
                                                               grpc::ByteBuffer* response) {
-  return RunUnary<pb::RegisterRegionRequest, pb::RegisterRegionResponse>(
+  return RunBlocking<pb::RegisterRegionRequest, pb::RegisterRegionResponse>(
       rpc_, register_region_, context, request, response,
-      [](const auto&, auto*) { return NotYet("RegisterRegion (shared memory)"); });
+      [this, context](const auto& in, auto*) { return spmmd::server::RegisterRegion(rpc_, *context, in); });
 }
 
 grpc::ServerUnaryReactor* SparseMatmulService::UnregisterRegion(grpc::CallbackServerContext* context,
                                                                 const grpc::ByteBuffer* request,
                                                                 grpc::ByteBuffer* response) {
-  return RunUnary<pb::UnregisterRegionRequest, pb::UnregisterRegionResponse>(
+  return RunBlocking<pb::UnregisterRegionRequest, pb::UnregisterRegionResponse>(
       rpc_, unregister_region_, context, request, response,
-      [](const auto&, auto*) { return NotYet("UnregisterRegion (shared memory)"); });
+      [this, context](const auto& in, auto* out) { return spmmd::server::UnregisterRegion(rpc_, *context, in, out); });
 }
 
 grpc::ServerUnaryReactor* SparseMatmulService::OpenRing(grpc::CallbackServerContext* context,
                                                         const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
   return RunUnary<pb::OpenRingRequest, pb::OpenRingResponse>(
       rpc_, open_ring_, context, request, response,
-      [](const auto&, auto*) { return NotYet("OpenRing (shared memory)"); });
+      [this, context](const auto& in, auto* out) { return spmmd::server::OpenRing(rpc_, *context, in, out); });
 }
 
 grpc::ServerUnaryReactor* SparseMatmulService::CloseRing(grpc::CallbackServerContext* context,
                                                          const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
-  return RunUnary<pb::CloseRingRequest, pb::CloseRingResponse>(
+  return RunBlocking<pb::CloseRingRequest, pb::CloseRingResponse>(
       rpc_, close_ring_, context, request, response,
-      [](const auto&, auto*) { return NotYet("CloseRing (shared memory)"); });
+      [this, context](const auto& in, auto*) { return spmmd::server::CloseRing(rpc_, *context, in); });
 }
 
 }  // namespace spmmd::server

@@ -24,6 +24,9 @@ PipelinedStream::PipelinedStream(RpcContext& rpc, const Method& method, grpc::Ca
     absl::MutexLock lock(&rpc.streams_mutex);
     rpc.streams.insert(this);
   }
+  connection_ = rpc.connections->StreamBegan(*context);
+  // Says that the stream is open: who registers regions waits for it.
+  if (connection_ != nullptr) StartSendInitialMetadata();
   StartRead(&in_);
   // One that begins while the server drains has missed BeginDrain.
   if (rpc.state.load() == ServingState::kDraining) BeginDrain();
@@ -82,6 +85,7 @@ void PipelinedStream::OnWriteDone(bool /*ok*/) {
 }
 
 void PipelinedStream::OnCancel() {
+  if (connection_ != nullptr) connection_->set_cancelled();
   std::vector<Engine::Call> calls;
   {
     absl::MutexLock lock(&mutex_);
@@ -101,6 +105,7 @@ void PipelinedStream::BeginDrain() {
 }
 
 void PipelinedStream::OnDone() {
+  connection_.reset();
   {
     absl::MutexLock lock(&scope_.rpc().streams_mutex);
     scope_.rpc().streams.erase(this);

@@ -251,6 +251,12 @@ absl::Status RegionSet::RegisterCuda(const std::string& name, const std::string&
   return Insert(name, pool_.OpenCuda(name, handle, device_uuid, offset, size));
 }
 
+void RegionSet::Add(std::shared_ptr<const Region> region) {
+  absl::MutexLock lock(&mutex_);
+  const std::string name = region->name();
+  regions_[name] = std::move(region);
+}
+
 absl::Status RegionSet::Unregister(const std::string& name) {
   std::shared_ptr<const Region> region;  // unmapped outside the lock
   absl::MutexLock lock(&mutex_);

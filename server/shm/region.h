@@ -163,6 +163,8 @@ class RegionSet {
   absl::Status RegisterPosix(const std::string& name, const std::string& key, uint64_t offset, uint64_t size);
   absl::Status RegisterCuda(const std::string& name, const std::string& handle, const std::string& device_uuid,
                             uint64_t offset, uint64_t size);
+  // One that is open already, under its own name.
+  void Add(std::shared_ptr<const Region> region);
   // NOT_FOUND. The name is free at once; the memory is let go when the last lease is.
   absl::Status Unregister(const std::string& name);
   // How many there were.
