@@ -93,6 +93,10 @@ __device__ __forceinline__ void ShrinkRegisters() {
 __device__ __forceinline__ void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Counts as one of the threads that meet there, without waiting for the others.
+__device__ __forceinline__ void NamedArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- flags in shared memory: what was written before a release is seen after the acquire that reads it
 

@@ -63,7 +63,9 @@ constexpr int kDynamicAlignment = 1024;
 // Named barriers: one a team, then one for the teams of each row.
 constexpr int kTeamBarrier = 1;
 constexpr int kRowBarrier = kTeamBarrier + kMaxTeams;
-static_assert(kRowBarrier + kMaxTeams <= 16);
+// Warps that fetch have made the barriers of their rings; those that multiply wait for that.
+constexpr int kStartBarrier = kRowBarrier + kMaxTeams;
+static_assert(kStartBarrier < 16);
 
 struct ThreeLayerParams {
   Plan plan;
@@ -486,7 +488,8 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmThreeLayer(const __grid
         }
       }
     }
-    __syncthreads();
+    __syncwarp();
+    NamedArrive(kStartBarrier, static_cast<int>(blockDim.x));
     if (feeds_x) {
       WaitForPrerequisites();
     } else {
@@ -519,7 +522,7 @@ __global__ __launch_bounds__(kMaxWarps * 32, 1) void SpmmThreeLayer(const __grid
     }
   };
   if (plan.surplus != 0) zero_scratch(kValueBytes);
-  __syncthreads();
+  NamedBarrier(kStartBarrier, static_cast<int>(blockDim.x));
 
   float sum[kWarpStrips][kTiles][4];
 #pragma unroll
