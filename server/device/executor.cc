@@ -176,6 +176,12 @@ void Executor::RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) {
       metrics_->Rejected(ReasonOf(results[i]));
     }
   }
+  int64_t rows = 0;
+  for (const Job* job : wanted) rows += job->rows;
+  for (Job* job : wanted) {
+    job->batch_jobs = static_cast<int32_t>(wanted.size());
+    job->batch_rows = rows;
+  }
   absl::Status status;
   bool alone = false;
   if (!wanted.empty()) status = run_(wanted);
@@ -185,6 +191,8 @@ void Executor::RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) {
     if (alone) {
       Job* const job[] = {jobs[i].get()};
       job[0]->kernel_time = absl::ZeroDuration();
+      job[0]->batch_jobs = 1;
+      job[0]->batch_rows = job[0]->rows;
       results[i] = CheckWanted(*job[0], absl::Now());
       if (results[i].ok()) results[i] = run_(job);
     } else {

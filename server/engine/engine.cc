@@ -77,6 +77,8 @@ struct ShardedRun {
       result.Update(status);
       job->queue_time = std::max(job->queue_time, shard.queue_time);
       job->kernel_time = std::max(job->kernel_time, shard.kernel_time);
+      job->batch_jobs = std::max(job->batch_jobs, shard.batch_jobs);
+      job->batch_rows = std::max(job->batch_rows, shard.batch_rows);
       if (--remaining > 0) return;
     }
     // The last one: nobody else looks any more.
@@ -123,6 +125,8 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
       SetDuration(job->queue_time, response->mutable_timing()->mutable_queue());
       SetDuration(job->kernel_time, response->mutable_timing()->mutable_kernel());
       SetDuration(absl::Now() - start, response->mutable_timing()->mutable_total());
+      response->mutable_timing()->set_batch_requests(job->batch_jobs);
+      response->mutable_timing()->set_batch_tokens(job->batch_rows);
     }
     done(std::move(status));
   };
@@ -375,6 +379,19 @@ absl::StatusOr<std::shared_ptr<Engine::RegisteredProgram>> Engine::FindProgram(c
 absl::StatusOr<pb::Program> Engine::GetProgram(const std::string& program_id) {
   SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<RegisteredProgram> registered, FindProgram(program_id));
   return registered->program;
+}
+
+absl::StatusOr<Engine::ProgramView> Engine::DescribeProgram(const std::string& program_id) {
+  SPMMD_ASSIGN_OR_RETURN(std::shared_ptr<RegisteredProgram> registered, FindProgram(program_id));
+  SPMMD_ASSIGN_OR_RETURN(std::shared_ptr<const Plan> plan, PlanOf(*registered));
+  return ProgramView{std::move(plan), std::move(registered)};
+}
+
+std::vector<std::string> Engine::ProgramIds() {
+  std::vector<std::string> ids;
+  absl::MutexLock lock(&mutex_);
+  for (const auto& [id, program] : programs_) ids.push_back(id);
+  return ids;
 }
 
 void Engine::DescribeDevices(pb::DeviceInfoResponse* response) const {

@@ -63,6 +63,13 @@ class Engine {
 
   absl::Status RegisterProgram(const pb::RegisterProgramRequest& request, pb::RegisterProgramResponse* response);
   absl::Status UnregisterProgram(const pb::UnregisterProgramRequest& request);
+  struct ProgramView {
+    std::shared_ptr<const Plan> plan;
+    std::shared_ptr<const void> identity;  // lives as long as the registration, or a run of it
+  };
+  // What a registered program takes and returns. NOT_FOUND; the errors of RegisterProgram when a layer is gone.
+  absl::StatusOr<ProgramView> DescribeProgram(const std::string& program_id);
+  std::vector<std::string> ProgramIds();
   // A registered program as it was given. NOT_FOUND.
   absl::StatusOr<pb::Program> GetProgram(const std::string& program_id);
 

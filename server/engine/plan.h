@@ -131,6 +131,8 @@ struct Job {
   // Filled in by the device.
   absl::Duration queue_time;
   absl::Duration kernel_time;
+  int32_t batch_jobs = 0;  // that ran as one with this one, and itself
+  int64_t batch_rows = 0;  // of all of them
   absl::string_view kernel;  // of the last launch; static storage
   int64_t kernel_bytes = 0;
   // Set by Device::Cancel; looked at before each launch.
