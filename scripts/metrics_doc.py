@@ -37,7 +37,7 @@ KIND = (
     "kind",
     "of `spmmd_device_memory_bytes`: `weights`, `workspace`, `staging`, `shadow` (dense copies of layers, given "
     "back when anything else needs the memory), `free`, `total`; of `spmmd_gpu_memory_bytes`: "
-    "`used`, `free`, `total`",
+    "`used`, `free`, `total`; of `spmmd_shm_*`: `posix` or `cuda`",
 )
 REASON = (
     "reason",
@@ -88,6 +88,9 @@ LABELS: dict[str, tuple[tuple[str, str], ...]] = {
     "spmmd_layer_eviction_duration_seconds": (TO,),
     "spmmd_cache_events_total": (("event", "`hit`, `miss`, `store`, `evict`, `corrupt`"),),
     "spmmd_pack_duration_seconds": (FORMAT,),
+    "spmmd_shard_count": (("shard", "which shard the server is, from 0; 0 of 1 without sharding"),),
+    "spmmd_shm_regions": (KIND,),
+    "spmmd_shm_bytes": (KIND,),
 }
 
 
@@ -110,6 +113,8 @@ _READING = """
 - Where a request's time went: `spmmd_request_queue_duration_seconds` (waiting for the device),
   `spmmd_kernel_duration_seconds` (computing), and the rest of `spmmd_request_duration_seconds` (gRPC, conversion,
   copies).
+- By shard: `sum by (shard) (rate(spmmd_requests_total[5m]) * on (job, instance) group_left (shard)
+  (spmmd_shard_count > bool 0))`.
 - A metric that the server cannot know is absent, never zero: `spmmd_tls_cert_expiry_timestamp_seconds` without TLS;
   `spmmd_gpu_*` on the CPU backend, without the driver's NVML library, or where NVML gives no value (MIG).
 """

@@ -268,8 +268,40 @@ LAYERS = Board(
         Panel(
             "Evictions",
             "ops",
-            "Layers that left device memory per second",
-            [(rate("spmmd_layer_evictions_total"), "evictions")],
+            "Layers that left device memory per second, by where their bytes are kept",
+            [(rate("spmmd_layer_evictions_total", by="to"), "to {{to}}")],
+        ),
+        Panel(
+            "Eviction and return p90",
+            "s",
+            "Time to move a layer out, and to bring it back",
+            [
+                (quantile(0.9, "spmmd_layer_eviction_duration_seconds", "to"), "to {{to}}"),
+                (quantile(0.9, "spmmd_layer_reload_duration_seconds", "source"), "from {{source}}"),
+            ],
+        ),
+        Panel(
+            "Requests waiting for layers",
+            "none",
+            "That are evicted and on their way back: latency that more memory would save",
+            [(gauge("spmmd_requests_waiting_for_layers", by="instance"), "{{instance}}")],
+        ),
+        Panel(
+            "Memory and disk beside the devices",
+            "bytes",
+            "Evicted layers and registrations in host memory, files of the packed cache, regions shared with callers",
+            [
+                (gauge("spmmd_host_layer_bytes"), "evicted layers"),
+                (gauge("spmmd_upload_bytes"), "registrations"),
+                (gauge("spmmd_cache_bytes"), "cache files"),
+                (gauge("spmmd_shm_bytes"), "shared regions"),
+            ],
+        ),
+        Panel(
+            "Packed cache",
+            "ops",
+            "Hits, misses, files written and dropped; a corrupt one is set aside and made again",
+            [(rate("spmmd_cache_events_total", by="event"), "{{event}}")],
         ),
         Panel(
             "Packing time p90",
@@ -314,6 +346,12 @@ SERVING = Board(
             "reqps",
             "Requests refused by reason",
             [(rate("spmmd_rejected_total", by="reason"), "{{reason}}")],
+        ),
+        Panel(
+            "Shared memory",
+            "none",
+            "Regions that callers on the host registered, and rings that they opened",
+            [(gauge("spmmd_shm_regions", by="kind"), "{{kind}} regions"), (gauge("spmmd_rings"), "rings")],
         ),
         Panel("Calls by method", "reqps", "All methods", [(rate("spmmd_requests_total", by="rpc"), "{{rpc}}")]),
         Panel(
@@ -379,7 +417,71 @@ GPU = Board(
     ],
 )
 
-BOARDS = [OVERVIEW, KERNELS, LAYERS, SERVING, GPU]
+
+def by_shard(expression: str) -> str:
+    """What a server's series of (job, instance) say, summed by the shard that it is."""
+    shard = f"(spmmd_shard_count{{{SELECTOR}}} > bool 0)"
+    return f"sum by (shard) ({expression} * on (job, instance) group_left (shard) {shard})"
+
+
+SHARDS = Board(
+    "spmmd-shards",
+    "spmmd / Shards",
+    "How evenly the shards are loaded, and whether all of them are there; a server without sharding is shard 0 of 1",
+    [
+        Panel(
+            "Servers of each shard",
+            "none",
+            "Those that answer scrapes",
+            [(gauge("spmmd_shard_count", by="shard", aggregate="count"), "shard {{shard}}")],
+        ),
+        Panel(
+            "Shards without a server",
+            "none",
+            "Their layers are served by nobody",
+            [
+                (
+                    f"{gauge('spmmd_shard_count', aggregate='max')} - "
+                    f"count({gauge('spmmd_shard_count', by='shard', aggregate='count')})",
+                    "missing",
+                )
+            ],
+        ),
+        Panel(
+            "Requests by shard",
+            "reqps",
+            "Execute calls answered per second: uneven where blocks are few or callers prefer some",
+            [(by_shard(rate("spmmd_requests_total", EXECUTE, "job, instance")), "shard {{shard}}")],
+        ),
+        Panel(
+            "Errors by shard",
+            "reqps",
+            "All calls that failed for reasons that are not the caller's",
+            [
+                (
+                    by_shard(
+                        rate("spmmd_requests_total", 'code!~"OK|CANCELLED|INVALID_ARGUMENT|NOT_FOUND"', "job, instance")
+                    ),
+                    "shard {{shard}}",
+                )
+            ],
+        ),
+        Panel(
+            "Waiting requests by shard",
+            "none",
+            "Divided by its servers, what each shard should be scaled by",
+            [(by_shard(gauge("spmmd_queue_depth", by="job, instance")), "shard {{shard}}")],
+        ),
+        Panel(
+            "Weights by shard",
+            "bytes",
+            "Resident packed bytes, over all replicas",
+            [(by_shard(gauge("spmmd_layer_bytes", by="job, instance")), "shard {{shard}}")],
+        ),
+    ],
+)
+
+BOARDS = [OVERVIEW, KERNELS, LAYERS, SERVING, SHARDS, GPU]
 
 
 def build_panel(spec: Panel) -> Any:  # the SDK's builders share no useful base type

@@ -180,6 +180,41 @@ def test_a_change_of_the_number_keeps_the_smaller_one() -> None:
     assert counts("--set", "sharding.shards=0") == [()]
 
 
+def test_the_ordinals_of_statefulsets_are_shards() -> None:
+    """What Kubernetes makes of the rendered pods: their index from their ordinal, and the count of the server."""
+
+    def pods(*options: str) -> tuple[set[tuple[str, int, int]], set[int]]:
+        """(StatefulSet, shard, count) of every pod, and the ordinals that a rollout leaves alone."""
+        objects = render(CHART / "ci" / "ordinals-values.yaml", *options)
+        result, kept = set(), set()
+        for item in of_kind(objects, "StatefulSet"):
+            container = item["spec"]["template"]["spec"]["containers"][0]
+            (variable,) = (variable for variable in container["env"] if variable["name"] == "POD_INDEX")
+            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['apps.kubernetes.io/pod-index']"
+            assert "--shard-index=$(POD_INDEX)" in container["args"]
+            flags = dict(argument.removeprefix("--").split("=") for argument in container["args"])
+            count, before = int(flags["shard-count"]), int(flags.get("shard-transition-from", 0))
+            low, high = min(count, before or count), max(count, before)
+            assert item["spec"]["replicas"] == high
+            for ordinal in range(high):
+                result.add((item["metadata"]["name"], ordinal, low if ordinal < low else high))
+            kept |= set(range(item["spec"].get("updateStrategy", {}).get("rollingUpdate", {}).get("partition", 0)))
+        return result, kept
+
+    sets = ("r-spmmd-replica-0", "r-spmmd-replica-1")
+    during = {(name, i, 4 if i < 4 else 5) for name in sets for i in range(5)}
+    assert pods() == (during, {0, 1, 2, 3}), "only the new shard is started"
+    shrinking = pods("--set", "sharding.shards=4", "--set", "sharding.transitionFrom=5")
+    assert shrinking == (during, set()), "the others take over what it has"
+    assert pods("--set", "sharding.transitionFrom=0") == ({(name, i, 5) for name in sets for i in range(5)}, set())
+    for i, service in enumerate(
+        service
+        for service in of_kind(render(CHART / "ci" / "ordinals-values.yaml"), "Service")
+        if service["metadata"]["name"].endswith("-headless")
+    ):
+        assert service["spec"]["selector"]["apps.kubernetes.io/pod-index"] == str(i)
+
+
 def test_names_and_labels(objects: list[dict[str, Any]]) -> None:
     for item in objects:
         name = item["metadata"]["name"]
@@ -205,8 +240,13 @@ def test_longest_names_stay_within_kubernetes_limits() -> None:
 def test_services_select_pods_and_name_their_ports(objects: list[dict[str, Any]]) -> None:
     pods = [item["spec"]["template"] for item in workloads(objects)]
     for service in of_kind(objects, "Service"):
-        selector = service["spec"]["selector"].items()
-        selected = [pod for pod in pods if selector <= pod["metadata"]["labels"].items()]
+        # Kubernetes labels the pods of StatefulSets with their ordinal by itself.
+        selector = {**service["spec"]["selector"], "apps.kubernetes.io/pod-index": None}.items()
+        selected = [
+            pod
+            for pod in pods
+            if selector <= {**pod["metadata"]["labels"], "apps.kubernetes.io/pod-index": None}.items()
+        ]
         assert selected, service["metadata"]["name"]
         for pod in selected:
             named = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
@@ -239,6 +279,7 @@ def test_the_test_pod_is_selected_by_nothing_and_reaches_health(objects: list[di
         assert sorted(ports) == ["grpc", "health", "metrics"]
     address = pod["spec"]["containers"][0]["args"][0].removeprefix("--health-check=")
     name, port = address.split(":")
+    assert name != pod["metadata"]["name"], "a pod's own name is in its /etc/hosts"
     (service,) = [item for item in of_kind(objects, "Service") if item["metadata"]["name"] == name]
     assert service["spec"]["ports"][0]["port"] == int(port)
 
@@ -270,6 +311,35 @@ def test_grace_period_outlasts_the_drain(objects: list[dict[str, Any]]) -> None:
     drain = sum(int(config[key].strip('"').removesuffix("s")) for key in ("drain_delay", "drain_timeout"))
     for workload in workloads(objects):
         assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= drain + 10
+
+
+def test_a_cache_belongs_to_one_server_and_fits_its_volume() -> None:
+    def cache(values: str, *options: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+        objects = render(CHART / "ci" / f"{values}-values.yaml", *options)
+        workload = workloads(objects)[0]
+        mounts = workload["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+        (mount,) = (mount for mount in mounts if mount["name"] == "cache")
+        return workload["spec"], mount, configuration(objects)
+
+    _, mount, config = cache("ordinals")
+    assert mount["subPathExpr"] == "$(POD_NAME)"
+    assert "cache_limit_bytes" not in config, "the size of the claim is not known"
+    assert cache("gpu")[2]["cache_limit_bytes"] == f'"{200 * 1024 * 9 // 10}MiB"'
+    assert cache("default", "--set", "server.config.cache_limit_bytes=1GiB")[2]["cache_limit_bytes"] == '"1GiB"'
+    claim = ("--set", "cache.type=existingClaim", "--set", "cache.existingClaim=c")
+    spec, mount, _ = cache("default", *claim)
+    assert spec["strategy"] == {"type": "Recreate"}
+    assert "subPathExpr" not in mount
+
+
+def test_memory_is_shared_with_who_mounts_it() -> None:
+    objects = render(CHART / "ci" / "gpu-values.yaml")
+    assert configuration(objects)["shared_memory"] == "true"
+    (spec,) = pod_specs(workloads(objects))
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}} in spec["volumes"]
+    for container in spec["containers"]:
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert "shared_memory" not in configuration(render(CHART / "ci" / "default-values.yaml"))
 
 
 # ---- against the server
@@ -339,6 +409,7 @@ def test_the_server_takes_the_configuration(values: Path, binary: Path, volumes:
     config.write_text(text)
     for workload in workloads(objects)[-1:]:
         arguments = workload["spec"]["template"]["spec"]["containers"][0]["args"][1:]
+        arguments = [argument.replace("$(POD_INDEX)", "4") for argument in arguments]
         with LocalServer(binary, [f"--config={config}", *arguments]) as server:
             assert server.running
         assert server.exit_code == 0
@@ -372,10 +443,20 @@ def test_rules_and_dashboards_arrive_whole() -> None:
         ("image.digest=sha256:abc", "digest"),
         ("gateway.enabled=true", "parentRefs"),
         ("sharding.shards=101", "shards"),
+        ("sharding.shards=2,sharding.by=ordinals", "needs workload StatefulSet"),
+        ("sharding.shards=2,sharding.by=ordinals,workload=StatefulSet,autoscaling.enabled=true", "change the number"),
+        (
+            "sharding.shards=2,sharding.by=ordinals,workload=StatefulSet,sharding.replicas={2}",
+            "needs sharding.by units",
+        ),
+        ("sharding.by=names", "by"),
         ("tls.enabled=true", "tls.existingSecret is required"),
         ("auth.enabled=true", "auth.existingSecret is required"),
         ("modelRepository.enabled=true", "modelRepository.existingClaim or"),
         ("cache.type=volumeClaimTemplate", "needs workload StatefulSet"),
+        ("cache.type=existingClaim,cache.existingClaim=c,replicas=2", "the cache of one server"),
+        ("cache.type=existingClaim,cache.existingClaim=c,sharding.shards=2", "the cache of one server"),
+        ("extraContainers[0].name=x", "image"),
     ],
 )
 def test_wrong_values_are_refused_by_name(setting: str, message: str) -> None:

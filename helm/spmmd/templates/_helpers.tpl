@@ -41,7 +41,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{/*
-The units of the release: one, or one a shard. Each is a workload with its own services, disruption budget and scaling.
+The units of the release: one, or one a shard, each with its own services; a workload too, unless the shards are the pods of StatefulSets.
 While the number of shards changes (sharding.transitionFrom), those of the smaller number keep to it and the others to the larger one: rendezvous
 hashing only moves layers to or from the shards that come or go, so that every layer is found by clients of either number.
 */}}
@@ -64,11 +64,44 @@ units:
 {{- end -}}
 {{- end -}}
 
-{{/* The labels that select a unit's pods; takes (dict "root" $ "unit" UNIT). */}}
+{{/* "true" when the ordinals of StatefulSets are the shards. */}}
+{{- define "spmmd.byOrdinals" -}}
+{{- if and .Values.sharding.shards (eq .Values.sharding.by "ordinals") -}}
+{{- if ne .Values.workload "StatefulSet" -}}{{- fail "sharding.by ordinals needs workload StatefulSet" -}}{{- end -}}
+{{- if .Values.autoscaling.enabled -}}{{- fail "sharding.by ordinals: autoscaling would change the number of shards" -}}{{- end -}}
+{{- if .Values.sharding.replicas -}}{{- fail "sharding.replicas needs sharding.by units" -}}{{- end -}}
+{{- if semverCompare "<1.28.0-0" .Capabilities.KubeVersion.Version -}}{{- fail "sharding.by ordinals needs Kubernetes 1.28, which labels pods with their ordinal" -}}{{- end -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/*
+The workloads: one a unit; with shards by ordinals, one StatefulSet for each replica, whose pods are all the shards.
+*/}}
+{{- define "spmmd.workloads" -}}
+{{- if include "spmmd.byOrdinals" . -}}
+{{- $name := include "spmmd.fullname" . -}}
+units:
+{{- range $replica := until (int .Values.replicas) }}
+  - name: {{ printf "%s-replica-%d" $name $replica }}
+    replica: {{ $replica }}
+{{- end }}
+{{- else -}}
+{{- include "spmmd.units" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The labels that select the pods of a unit or workload; takes (dict "root" $ "unit" UNIT). */}}
 {{- define "spmmd.unitLabels" -}}
 {{ include "spmmd.selectorLabels" .root }}
-{{- if hasKey .unit "shard" }}
+{{- if hasKey .unit "replica" }}
+spmmd/replica: {{ .unit.replica | quote }}
+{{- else if hasKey .unit "shard" }}
+{{- if include "spmmd.byOrdinals" .root }}
+apps.kubernetes.io/pod-index: {{ .unit.shard | quote }}
+{{- else }}
 spmmd/shard: {{ .unit.shard | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -85,6 +118,14 @@ spmmd/shard: {{ .unit.shard | quote }}
 {{- end -}}
 {{- end -}}
 {{- $owner -}}
+{{- end -}}
+
+{{/* Nine tenths of cache.size in the server's units: a volume that is full to the brim gets the pod evicted. Empty for a claim of unknown size. */}}
+{{- define "spmmd.cacheLimit" -}}
+{{- if and (ne .Values.cache.type "existingClaim") (regexMatch "^[0-9]+[MGT]i$" .Values.cache.size) -}}
+{{- $mebi := get (dict "M" 1 "G" 1024 "T" 1048576) (regexFind "[MGT]" .Values.cache.size) -}}
+{{- printf "%dMiB" (div (mul (regexFind "^[0-9]+" .Values.cache.size | int64) $mebi 9) 10) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* One "field: value" line a setting, in the text form of spmm.config.v1.ServerConfig. */}}
@@ -105,6 +146,14 @@ model_repository: "/models"
 {{- end }}
 {{- if .Values.cache.enabled }}
 cache_dir: "/var/cache/spmmd"
+{{- if not $server.config.cache_limit_bytes }}
+{{- with include "spmmd.cacheLimit" . }}
+cache_limit_bytes: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if .Values.sharedMemory.size }}
+shared_memory: true
 {{- end }}
 {{- if .Values.tls.enabled }}
 tls_cert: "/etc/spmmd/tls/tls.crt"
@@ -168,13 +217,31 @@ spec:
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       args:
         - --config=/etc/spmmd/config/spmmd.textproto
-        {{- if hasKey $unit "shard" }}
+        {{- if hasKey $unit "replica" }}
+        # Kubernetes puts the variable's value in: the pod's ordinal.
+        - --shard-index=$(POD_INDEX)
+        - --shard-count={{ .Values.sharding.shards }}
+        {{- with .Values.sharding.transitionFrom }}
+        - --shard-transition-from={{ . }}
+        {{- end }}
+        {{- else if hasKey $unit "shard" }}
         - --shard-index={{ $unit.shard }}
         - --shard-count={{ $unit.count }}
         {{- end }}
-      {{- with .Values.extraEnv }}
+      {{- $cacheOfPod := and .Values.cache.enabled (eq .Values.cache.type "existingClaim") (eq .Values.workload "StatefulSet") }}
+      {{- if or (hasKey $unit "replica") $cacheOfPod .Values.extraEnv }}
       env:
+        {{- if $cacheOfPod }}
+        - name: POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- end }}
+        {{- if hasKey $unit "replica" }}
+        - name: POD_INDEX
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+        {{- end }}
+        {{- with .Values.extraEnv }}
         {{- toYaml . | nindent 8 }}
+        {{- end }}
       {{- end }}
       ports:
         - {name: grpc, containerPort: {{ .Values.server.grpcPort }}, protocol: TCP}
@@ -206,7 +273,12 @@ spec:
           {{- end }}
         {{- end }}
         {{- if .Values.cache.enabled }}
-        - {name: cache, mountPath: /var/cache/spmmd}
+        - name: cache
+          mountPath: /var/cache/spmmd
+          {{- if $cacheOfPod }}
+          # A cache directory belongs to one server.
+          subPathExpr: $(POD_NAME)
+          {{- end }}
         {{- end }}
         {{- if .Values.tls.enabled }}
         - {name: tls, mountPath: /etc/spmmd/tls, readOnly: true}
@@ -220,6 +292,9 @@ spec:
         {{- if .Values.sharedMemory.size }}
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
+    {{- with .Values.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     - name: config
       configMap:
@@ -243,6 +318,9 @@ spec:
     - name: cache
       emptyDir: {sizeLimit: {{ .Values.cache.size }}}
     {{- else if eq .Values.cache.type "existingClaim" }}
+    {{- if and (ne .Values.workload "StatefulSet") (or .Values.autoscaling.enabled .Values.sharding.shards (ne (int .Values.replicas) 1)) }}
+    {{- fail "cache.type existingClaim holds the cache of one server: with several take emptyDir, or workload StatefulSet" }}
+    {{- end }}
     - name: cache
       persistentVolumeClaim:
         claimName: {{ required "cache.existingClaim is required" .Values.cache.existingClaim }}
