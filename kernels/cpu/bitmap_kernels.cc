@@ -176,8 +176,18 @@ void AddRange(const ColumnRange& columns, const float* x, float* acc) {
 
 bool HasScaledF16Impl() { return HWY_TARGET == HWY_AVX3_DL; }
 
+bool HasBf16DotImpl() {
+#if HWY_TARGET == HWY_AVX3_DL
+  static const bool has = Bf16DotIsAChain();
+  return has;
+#else
+  return false;
+#endif
+}
+
 RowOrder RowOrderOfImpl(Decode decode) {
-  return HWY_TARGET == HWY_AVX3_DL && decode != Decode::kF32 ? RowOrder::kEvenOdd : RowOrder::kNatural;
+  if (HWY_TARGET != HWY_AVX3_DL || decode == Decode::kF32) return RowOrder::kNatural;
+  return decode == Decode::kBf16Dot ? RowOrder::kFours : RowOrder::kEvenOdd;
 }
 
 void SpmvRangeImpl(const ColumnRange& columns, const ColumnRange& next, Decode decode, const float* x, float* acc) {
@@ -190,11 +200,14 @@ void SpmvRangeImpl(const ColumnRange& columns, const ColumnRange& next, Decode d
       return SpmvRange16<Decode::kF16Scaled>(columns, next, x, acc);
     case Decode::kBf16:
       return SpmvRange16<Decode::kBf16>(columns, next, x, acc);
+    case Decode::kBf16Dot:
+      return SpmvRange16<Decode::kBf16Dot>(columns, next, x, acc);
 #else
     case Decode::kF16:
     case Decode::kF16Scaled:
       return AddRange<Decode::kF16, 1>(columns, x, acc);
     case Decode::kBf16:
+    case Decode::kBf16Dot:
       return AddRange<Decode::kBf16, 1>(columns, x, acc);
 #endif
     case Decode::kF32:
@@ -212,11 +225,14 @@ void SpmmTokens(const BitmapBlock& block, Decode decode, int64_t begin, int64_t 
       return SpmmRange16<Decode::kF16Scaled, kTokens>(block, begin, end, x, acc);
     case Decode::kBf16:
       return SpmmRange16<Decode::kBf16, kTokens>(block, begin, end, x, acc);
+    case Decode::kBf16Dot:
+      return SpmmRange16<Decode::kBf16Dot, kTokens>(block, begin, end, x, acc);
 #else
     case Decode::kF16:
     case Decode::kF16Scaled:
       return AddRange<Decode::kF16, kTokens>({&block, nullptr, begin, end - begin}, x, acc);
     case Decode::kBf16:
+    case Decode::kBf16Dot:
       return AddRange<Decode::kBf16, kTokens>({&block, nullptr, begin, end - begin}, x, acc);
 #endif
     case Decode::kF32:
@@ -255,12 +271,15 @@ HWY_AFTER_NAMESPACE();
 namespace spmmd::cpu {
 namespace {
 HWY_EXPORT(HasScaledF16Impl);
+HWY_EXPORT(HasBf16DotImpl);
 HWY_EXPORT(RowOrderOfImpl);
 HWY_EXPORT(SpmvRangeImpl);
 HWY_EXPORT(SpmmRangeImpl);
 }  // namespace
 
 bool HasScaledF16() { return HWY_DYNAMIC_DISPATCH(HasScaledF16Impl)(); }
+
+bool HasBf16Dot() { return HWY_DYNAMIC_DISPATCH(HasBf16DotImpl)(); }
 
 RowOrder RowOrderOf(Decode decode) { return HWY_DYNAMIC_DISPATCH(RowOrderOfImpl)(decode); }
 

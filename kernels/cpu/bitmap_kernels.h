@@ -8,6 +8,7 @@
 #ifndef SPMMD_KERNELS_CPU_BITMAP_KERNELS_H_
 #define SPMMD_KERNELS_CPU_BITMAP_KERNELS_H_
 
+#include <bit>
 #include <cstdint>
 
 #include "kernels/format/bitmap.h"
@@ -22,13 +23,21 @@ enum class Decode : uint8_t {
   // weights and no denormals-are-zero mode; kF16 has no such limits and gives the same bits.
   kF16Scaled,
   kBf16,
+  // bf16 weights and x, two columns an instruction (AVX512_BF16). It gives the bits of kBf16 where no product, sum or
+  // operand is subnormal: when the layer has no tiny value and none that is not finite, and every x[k] is zero or a
+  // bf16 value of at least kBf16DotMinX. (Weights and x have 8 significant bits, so that products and sums are
+  // multiples of 2^-7 * kTinyMagnitude * 2^-7 * kBf16DotMinX = 2^-126, the smallest normal number.)
+  kBf16Dot,
   kF32,
 };
+inline constexpr float kBf16DotMinX = 0x1p-64f;
 inline constexpr float kScaledF16Factor = 0x1p112f;
 inline constexpr float kScaledF16Limit = 0x1p15f;
 
 // Whether the running target has a kernel for kF16Scaled (that is faster than kF16).
 bool HasScaledF16();
+// Whether this machine has a kernel for kBf16Dot.
+bool HasBf16Dot();
 
 // Sums come in groups of kGroupRows rows.
 inline constexpr int64_t kGroupRows = 32;
@@ -36,6 +45,7 @@ inline constexpr int64_t kGroupRows = 32;
 enum class RowOrder : uint8_t {
   kNatural,  // lane i is row i of the group
   kEvenOdd,  // the 16 even rows, then the 16 odd rows
+  kFours,    // of every 8 rows the first 4, then of every 8 rows the last 4
 };
 // The order in which the running target keeps the rows of a group.
 RowOrder RowOrderOf(Decode decode);
@@ -84,7 +94,15 @@ void SpmvRange(const ColumnRange& columns, const ColumnRange& next, Decode decod
 inline constexpr int kMaxTileTokens = 12;
 int TileTokens(int tokens);
 
-// acc[groups][tokens][kGroupRows] += W[block, begin:end] * x, x: [end - begin][tokens], tokens a value of TileTokens().
+// The x of SpmmRange with kBf16Dot, but for tokens = 1: column i in the upper half, column i + 1 in the lower. Both are
+// bf16 values.
+inline uint32_t Bf16Pair(float first, float second) {
+  return std::bit_cast<uint32_t>(first) | std::bit_cast<uint32_t>(second) >> 16;
+}
+
+// acc[groups][tokens][kGroupRows] += W[block, begin:end] * x, tokens a value of TileTokens(). x: [end - begin][tokens];
+// with kBf16Dot and tokens > 1 [ceil((end - begin) / 2)][tokens] of Bf16Pair, the last one's second column zero where
+// there is none, and `begin` even.
 void SpmmRange(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, int tokens,
                float* acc);
 

@@ -36,7 +36,7 @@ constexpr size_t kMaxPartialFloats = size_t{16} << 20;
 constexpr int64_t kSerialWork = int64_t{1} << 19;
 
 // True when the calling thread treats subnormal numbers as zeros, which kF16Scaled cannot work with. (Pool threads
-// never do.)
+// never do. kBf16Dot meets none.)
 bool SubnormalsAreZeros() {
 #if defined(__x86_64__)
   constexpr unsigned kDenormalsAreZeros = 0x0040;
@@ -46,12 +46,18 @@ bool SubnormalsAreZeros() {
 #endif
 }
 
-bool ScaledF16Allowed(const PackedLayer& w) {
-  return HasScaledF16() && w.params[bitmap::kNonfiniteParam] == 0 && !SubnormalsAreZeros();
+// The decoder that takes any x.
+Decode GeneralDecode(DType dtype) {
+  return dtype == DType::kF16 ? Decode::kF16 : dtype == DType::kBf16 ? Decode::kBf16 : Decode::kF32;
 }
 
-Decode UnscaledDecode(DType dtype) {
-  return dtype == DType::kF16 ? Decode::kF16 : dtype == DType::kBf16 ? Decode::kBf16 : Decode::kF32;
+// The fastest decoder for the weights, which need not take every x (Fit).
+Decode FastDecode(const PackedLayer& w) {
+  if (w.params[bitmap::kNonfiniteParam] == 0) {
+    if (w.dtype == DType::kF16 && HasScaledF16() && !SubnormalsAreZeros()) return Decode::kF16Scaled;
+    if (w.dtype == DType::kBf16 && w.params[bitmap::kNoTinyParam] != 0 && HasBf16Dot()) return Decode::kBf16Dot;
+  }
+  return GeneralDecode(w.dtype);
 }
 
 // Multiplies by kScaledF16Factor in place. False, with `values` in an undefined state, when one is too large or not
@@ -63,6 +69,29 @@ bool ScaleForF16(float* values, int64_t count) {
     values[i] *= kScaledF16Factor;
   }
   return largest < std::bit_cast<uint32_t>(kScaledF16Limit);
+}
+
+// True when every value is zero or a finite bf16 value of at least kBf16DotMinX.
+bool FitsBf16Dot(const float* values, int64_t count) {
+  constexpr uint32_t kFirst = std::bit_cast<uint32_t>(kBf16DotMinX), kInfinity = 0x7f800000u;
+  constexpr int64_t kChunk = 256;  // most x that do not fit show it at once
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    uint32_t bad = 0;
+    for (int64_t i = begin; i < std::min(begin + kChunk, count); ++i) {
+      const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
+      const uint32_t magnitude = bits & 0x7fffffffu;
+      const bool in_range = magnitude - kFirst < kInfinity - kFirst || magnitude == 0;
+      bad |= (bits & 0xffffu) | (in_range ? 0u : 1u);
+    }
+    if (bad != 0) return false;
+  }
+  return true;
+}
+
+// Makes `values` the x of a decoder, in place. False, with them in an undefined state, when it cannot take them.
+bool Fit(Decode decode, float* values, int64_t count) {
+  if (decode == Decode::kF16Scaled) return ScaleForF16(values, count);
+  return decode != Decode::kBf16Dot || FitsBf16Dot(values, count);
 }
 
 // How the tokens of one pass are cut into tiles that SpmmRange takes.
@@ -92,28 +121,36 @@ std::vector<TokenTile> CutTokens(int64_t token, int64_t count) {
   return cut;
 }
 
-// Fills one tile's [K][padded] fp32 activations; false when ScaleForF16 refuses.
-bool TransposeTokens(const DenseView& x, const TokenTile& tile, bool scale, ThreadPool& pool, float* out) {
+// Fills one tile's activations, [K][padded] or what SpmmRange wants of the decoder; false when Fit refuses.
+bool TransposeTokens(const DenseView& x, const TokenTile& tile, Decode decode, ThreadPool& pool, float* out) {
   const int64_t k = x.cols;
   if (tile.padded == 1) {
     WidenRow(x.dtype, x.row(tile.token), out, k);
-    return !scale || ScaleForF16(out, k);
+    return Fit(decode, out, k);
   }
-  constexpr int64_t kChunk = 512;
+  constexpr int64_t kChunk = 512;  // even
   std::atomic<bool> fits{true};
   pool.ParallelFor((k + kChunk - 1) / kChunk, [&](int64_t chunk, int /*worker*/) {
     const int64_t begin = chunk * kChunk;
     const int64_t count = std::min(kChunk, k - begin);
     float row[kChunk];
-    float* to = out + begin * tile.padded;
+    const bool pairs = decode == Decode::kBf16Dot;
+    float* to = out + begin / (pairs ? 2 : 1) * tile.padded;
     for (int n = 0; n < tile.padded; ++n) {
       if (n < tile.valid) {
         WidenRow(x.dtype, x.row(tile.token + n) + static_cast<size_t>(begin) * SizeOf(x.dtype), row, count);
-        if (scale && !ScaleForF16(row, count)) fits.store(false, std::memory_order_relaxed);
+        if (!Fit(decode, row, count)) fits.store(false, std::memory_order_relaxed);
       } else {
         std::fill(row, row + count, 0.0f);
       }
-      for (int64_t i = 0; i < count; ++i) to[i * tile.padded + n] = row[i];
+      if (!pairs) {
+        for (int64_t i = 0; i < count; ++i) to[i * tile.padded + n] = row[i];
+        continue;
+      }
+      if (count % 2 != 0) row[count] = 0.0f;
+      for (int64_t i = 0; i < count; i += 2) {
+        to[i / 2 * tile.padded + n] = std::bit_cast<float>(Bf16Pair(row[i], row[i + 1]));
+      }
     }
   });
   return fits.load();
@@ -208,22 +245,23 @@ ThreadScratch& Scratch() {
 }
 
 absl::Status MatmulPass(const PackedLayer& w, const bitmap::View& view, const DenseView& x, int64_t token,
-                        int64_t count, const Epilogue& epilogue, const MutableDenseView& y, ThreadPool& pool) {
+                        int64_t count, const Epilogue& epilogue, const MutableDenseView& y, ThreadPool& pool,
+                        Decode* ran) {
   ThreadScratch& scratch = Scratch();
   const std::vector<TokenTile> tiles = CutTokens(token, count);
   const int64_t padded_tokens = tiles.back().offset + tiles.back().padded;
   SPMMD_ASSIGN_OR_RETURN(float* const tokens, scratch.x.Floats(static_cast<size_t>(view.k * padded_tokens)));
-  Decode decode = UnscaledDecode(w.dtype);
-  const bool try_scaled = decode == Decode::kF16 && ScaledF16Allowed(w);
-  bool scaled = try_scaled;
-  for (const TokenTile& tile : tiles) {
-    scaled = scaled && TransposeTokens(x, tile, true, pool, tokens + tile.offset * view.k);
+  const auto transpose = [&](Decode decode) {
+    return std::all_of(tiles.begin(), tiles.end(), [&](const TokenTile& tile) {
+      return TransposeTokens(x, tile, decode, pool, tokens + tile.offset * view.k);
+    });
+  };
+  Decode decode = FastDecode(w);
+  if (!transpose(decode)) {
+    decode = GeneralDecode(w.dtype);
+    transpose(decode);
   }
-  if (scaled) {
-    decode = Decode::kF16Scaled;
-  } else {
-    for (const TokenTile& tile : tiles) TransposeTokens(x, tile, false, pool, tokens + tile.offset * view.k);
-  }
+  *ran = decode;
   const RowOrder order = RowOrderOf(decode);
   return RunBlocks(
       view, bitmap::kTileRows * padded_tokens, pool, scratch.sums,
@@ -236,9 +274,10 @@ absl::Status MatmulPass(const PackedLayer& w, const bitmap::View& view, const De
           SpmvRange({&rows, nullptr, begin, end - begin}, next.Columns(), decode, tokens + begin, sums);
           return;
         }
+        const int64_t columns_per_x = decode == Decode::kBf16Dot ? 2 : 1;
         for (const TokenTile& tile : tiles) {
-          SpmmRange(rows, decode, begin, end, tokens + tile.offset * view.k + begin * tile.padded, tile.padded,
-                    sums + tile.offset * bitmap::kTileRows);
+          const float* tile_x = tokens + tile.offset * view.k + begin / columns_per_x * tile.padded;
+          SpmmRange(rows, decode, begin, end, tile_x, tile.padded, sums + tile.offset * bitmap::kTileRows);
         }
       },
       [&](int64_t block, int64_t row0, int64_t count, const float* sums, int64_t parts) {
@@ -257,29 +296,32 @@ absl::Status MatmulPass(const PackedLayer& w, const bitmap::View& view, const De
 }  // namespace
 
 absl::Status BitmapMatmul(const PackedLayer& w, const DenseView& x, const Epilogue& epilogue, const MutableDenseView& y,
-                          ThreadPool& pool) {
+                          ThreadPool& pool, BitmapRun* run) {
   const bitmap::View view = bitmap::MakeView(w);
   const int64_t passes = (x.rows + kPassTokens - 1) / kPassTokens;
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t begin = x.rows * pass / passes;
     const int64_t end = x.rows * (pass + 1) / passes;
-    SPMMD_RETURN_IF_ERROR(MatmulPass(w, view, x, begin, end - begin, epilogue, y, pool));
+    Decode decode = GeneralDecode(w.dtype);
+    SPMMD_RETURN_IF_ERROR(MatmulPass(w, view, x, begin, end - begin, epilogue, y, pool, &decode));
+    if (run != nullptr) run->decode = decode;
   }
   return absl::OkStatus();
 }
 
 absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, const Epilogue& epilogue,
-                                const MutableDenseView& y, ThreadPool& pool, int64_t* touched_nnz) {
+                                const MutableDenseView& y, ThreadPool& pool, BitmapRun* run) {
   const bitmap::View view = bitmap::MakeView(w);
   ThreadScratch& scratch = Scratch();
-  Decode decode = UnscaledDecode(w.dtype);
+  Decode decode = FastDecode(w);
   const float* values = x.values.data();
-  if (decode == Decode::kF16 && ScaledF16Allowed(w)) {
-    SPMMD_ASSIGN_OR_RETURN(float* const scaled, scratch.x.Floats(x.values.size() + 1));
-    std::copy(x.values.begin(), x.values.end(), scaled);
-    if (ScaleForF16(scaled, static_cast<int64_t>(x.values.size()))) {
-      values = scaled;
-      decode = Decode::kF16Scaled;
+  if (decode != GeneralDecode(w.dtype)) {
+    SPMMD_ASSIGN_OR_RETURN(float* const fitted, scratch.x.Floats(x.values.size() + 1));
+    std::copy(x.values.begin(), x.values.end(), fitted);
+    if (Fit(decode, fitted, static_cast<int64_t>(x.values.size()))) {
+      values = fitted;
+    } else {
+      decode = GeneralDecode(w.dtype);
     }
   }
   // First listed column of every column tile, and the end.
@@ -298,7 +340,7 @@ absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, con
         const NextTask next(view, block, part, pool);
         SpmvRange({&rows, x.indices.data() + begin, 0, end - begin}, next.Columns(x.indices.data(), first), decode,
                   values + begin, sums);
-        if (touched_nnz == nullptr) return;
+        if (run == nullptr) return;
         int64_t nnz = 0;
         for (int64_t i = begin; i < end; ++i) {
           nnz += static_cast<int64_t>(rows.piece_end(x.indices[static_cast<size_t>(i)]) -
@@ -311,7 +353,7 @@ absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, con
         FinishToken({sums + row0, parts, bitmap::kTileRows, 1, order}, 0, count, BiasAt(epilogue, row),
                     epilogue.activation, y.dtype, y.row(0) + static_cast<size_t>(row) * SizeOf(y.dtype));
       });
-  if (touched_nnz != nullptr) *touched_nnz = touched.load();
+  if (run != nullptr) *run = {decode, touched.load()};
   return status;
 }
 

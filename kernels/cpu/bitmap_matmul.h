@@ -4,16 +4,23 @@
 
 #include "absl/status/status.h"
 #include "kernels/base/thread_pool.h"
+#include "kernels/cpu/bitmap_kernels.h"
 #include "kernels/cpu/matmul.h"
 
 namespace spmmd::cpu {
 
-absl::Status BitmapMatmul(const PackedLayer& w, const DenseView& x, const Epilogue& epilogue, const MutableDenseView& y,
-                          ThreadPool& pool);
+// What ran.
+struct BitmapRun {
+  Decode decode = Decode::kF32;  // of the last tokens, when there are many
+  int64_t touched_nnz = 0;       // BitmapMatmulSparse: nonzeros of the columns that x names
+};
 
-// Sets *touched_nnz to the nonzeros of the columns that x names, when it is not null.
+absl::Status BitmapMatmul(const PackedLayer& w, const DenseView& x, const Epilogue& epilogue, const MutableDenseView& y,
+                          ThreadPool& pool, BitmapRun* run);
+
+// Counts the touched nonzeros only when `run` is not null.
 absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, const Epilogue& epilogue,
-                                const MutableDenseView& y, ThreadPool& pool, int64_t* touched_nnz);
+                                const MutableDenseView& y, ThreadPool& pool, BitmapRun* run);
 
 }  // namespace spmmd::cpu
 

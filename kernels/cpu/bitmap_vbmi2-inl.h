@@ -1,22 +1,23 @@
 // BITMAP kernels for 16-bit values on AVX-512 with VBMI2 (Ice Lake, Zen 4 and later). Included by bitmap_kernels.cc for
 // that target only, inside its namespace.
 //
-// A step is 32 rows of one column: VPEXPANDW puts the packed values into their rows, two instructions widen the even
-// and the odd rows to fp32 where they are, two fused multiply-adds add them to the sums with x[k] broadcast. Zen 4
-// takes 4.6 cycles a step for bf16 and 5.5 for fp16 when data is in its caches, which keeps two cores at their memory
-// bandwidth.
+// A step is 32 rows of one column: VPEXPANDW puts the packed values into their rows. Then either two instructions widen
+// the even and the odd rows to fp32 where they are and two fused multiply-adds add them to the sums with x[k]
+// broadcast; or, for bf16 weights and x (kBf16Dot), the rows of two columns are interleaved and VDPBF16PS adds both
+// columns' products. In their caches' reach a step takes a Zen 4 core 3.4 cycles with kBf16Dot, 4.5 with kBf16 and 5.6
+// with kF16Scaled.
 //
-// What makes it fast, each found by measurement:
+// What bounds a step are two of the four 256-bit FP pipes: an expansion takes three of their slots, moving its mask
+// one, and the two multiply-adds of 512 bits four, which VDPBF16PS halves. What makes it fast otherwise, each found by
+// measurement:
 // - Eight columns are expanded before the first multiply-add is issued: mixed, the expansions wait behind dependent
 //   multiply-adds in the scheduler, and a step takes twice as long. KeepHere() stops the compiler from mixing them
 //   again.
 // - The sums of a group are loaded and stored once per eight columns.
-// - SpMV passes over 1024 rows of eight columns at a time, whose 4 KiB of sums stay in the L1 cache. Meanwhile exactly
-// the
-//   lines of the next eight columns are prefetched into L2. Prefetching into L1 wakes the hardware prefetchers, which
-//   on SpMspV fetch the skipped columns as well.
-// What bounds a step are the four 256-bit FP pipes: expansion, widening and multiply-adds take 16 (bf16) or 19 (fp16)
-// of their slots.
+// - SpMV passes over 1024 rows of eight columns at a time, whose 4 KiB of sums stay in the L1 cache. Meanwhile the next
+//   eight columns are prefetched into L2, each at the place of the one that is being read plus a distance. That touches
+//   most lines twice, which costs nothing measurable, and needs no loop, which does. Prefetching into L1 wakes the
+//   hardware prefetchers, which on SpMspV fetch the skipped columns as well.
 #ifndef HWY_TARGET
 #error "Include from bitmap_kernels.cc"
 #endif
@@ -59,75 +60,54 @@ HWY_INLINE const uint16_t* Piece(const BitmapBlock& block, int64_t column) {
   return reinterpret_cast<const uint16_t*>(block.values) + block.piece_start(column);
 }
 
-// Fetches the pieces and masks of up to eight columns, spread evenly over a number of steps.
-class Prefetcher {
- public:
-  // The first columns of `range` from `begin` on.
-  Prefetcher(const ColumnRange& range, int64_t begin, int64_t steps) {
-    count_ = range.block == nullptr ? 0 : HWY_MIN(kColumnsAtOnce, range.count - begin);
-    if (count_ <= 0) return;
-    const BitmapBlock& block = *range.block;
-    steps_per_column_ = HWY_MAX(steps / count_, 1);
-    const int64_t mask_lines = (block.strips * static_cast<int64_t>(sizeof(uint64_t)) + 63) / 64;
-    mask_bytes_ = (mask_lines + steps_per_column_ - 1) / steps_per_column_ * 64;
-    for (int64_t j = 0; j < count_; ++j) {
+// Where eight columns are that will be wanted after eight others: distances in bytes from their pieces, and their
+// masks.
+struct Ahead {
+  int64_t pieces[kColumnsAtOnce] = {};
+  const uint64_t* masks[kColumnsAtOnce];
+
+  // The columns of `range` from `begin` on, behind those at `from`. Where there are fewer, columns already at hand are
+  // fetched again, which costs little.
+  Ahead(const ColumnRange& range, int64_t begin, const uint16_t* const* from, const uint64_t* from_masks) {
+    const int64_t count = range.block == nullptr ? 0 : range.count - begin;
+    for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
+      masks[j] = from_masks;
+      if (j >= count) continue;
       const int64_t column = range.id(begin + j);
-      Column& to = columns_[j];
-      to.values = reinterpret_cast<const char*>(Piece(block, column));
-      to.end = reinterpret_cast<const char*>(block.values) + block.piece_end(column) * sizeof(uint16_t);
-      to.masks = reinterpret_cast<const char*>(block.masks + column * block.strips);
-      to.masks_end = to.masks + mask_lines * 64;
-      const int64_t lines = (to.end - to.values + 127) / 64;
-      to.bytes = (lines + steps_per_column_ - 1) / steps_per_column_ * 64;
+      pieces[j] = reinterpret_cast<const char*>(Piece(*range.block, column)) - reinterpret_cast<const char*>(from[j]);
+      masks[j] = range.block->masks + column * range.block->strips;
     }
   }
-
-  HWY_INLINE void Step() {
-    if (current_ >= count_) return;
-    Column& column = columns_[current_];
-    const char* const end = HWY_MIN(column.values + column.bytes, column.end);
-    for (; column.values < end; column.values += 64) PrefetchToL2(column.values);
-    const char* const masks_end = HWY_MIN(column.masks + mask_bytes_, column.masks_end);
-    for (; column.masks < masks_end; column.masks += 64) PrefetchToL2(column.masks);
-    if (++step_ == steps_per_column_) {
-      step_ = 0;
-      ++current_;
-    }
-  }
-
- private:
-  struct Column {
-    const char* values;
-    const char* end;
-    const char* masks;
-    const char* masks_end;
-    int64_t bytes;  // a step
-  };
-  Column columns_[kColumnsAtOnce];
-  int64_t count_ = 0;
-  int64_t steps_per_column_ = 1;
-  int64_t mask_bytes_ = 0;
-  int64_t current_ = 0;
-  int64_t step_ = 0;
 };
+
+// sums[i] = fma(pairs.lower[i], x.lower[i], fma(pairs.upper[i], x.upper[i], sums[i])), which is how VDPBF16PS rounds
+// (see Bf16DotIsAChain). In assembly because this target's functions must not require AVX512_BF16 as a whole.
+HWY_INLINE void AddPairs(__m512i pairs, __m512i x, __m512& sums) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(pairs), "v"(x));
+}
 
 // Adds eight columns to the sums of `strips` strips and advances their pieces. masks: [8][kStride].
 template <Decode kDecode, int64_t kStride>
 HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t** pieces, const float* x,
-                             int64_t strips, Prefetcher& prefetcher, float* HWY_RESTRICT acc) {
+                             int64_t strips, const int64_t* ahead, float* HWY_RESTRICT acc) {
 #define SPMMD_DECLARE(j)                \
   const uint16_t* piece##j = pieces[j]; \
   const __m512 x##j = _mm512_set1_ps(x[j]);
   SPMMD_EIGHT(SPMMD_DECLARE)
 #undef SPMMD_DECLARE
+#define SPMMD_PAIR_OF(i, j) _mm512_set1_epi32(static_cast<int>(Bf16Pair(x[i], x[j])))
+  const __m512i x01 = SPMMD_PAIR_OF(0, 1), x23 = SPMMD_PAIR_OF(2, 3);
+  const __m512i x45 = SPMMD_PAIR_OF(4, 5), x67 = SPMMD_PAIR_OF(6, 7);
+#undef SPMMD_PAIR_OF
   for (int64_t s = 0; s < strips; ++s) {
-    prefetcher.Step();
 #define SPMMD_EXPAND(j)                                                                    \
   const uint64_t mask##j = masks[j * kStride + s];                                         \
   const auto low_mask##j = static_cast<uint32_t>(mask##j);                                 \
   const auto high_mask##j = static_cast<uint32_t>(mask##j >> 32);                          \
+  PrefetchToL2(reinterpret_cast<const char*>(piece##j) + ahead[j]);                        \
   __m512i low##j = _mm512_maskz_expand_epi16(low_mask##j, _mm512_loadu_si512(piece##j));   \
   piece##j += __builtin_popcount(low_mask##j);                                             \
+  PrefetchToL2(reinterpret_cast<const char*>(piece##j) + ahead[j]);                        \
   __m512i high##j = _mm512_maskz_expand_epi16(high_mask##j, _mm512_loadu_si512(piece##j)); \
   piece##j += __builtin_popcount(high_mask##j);                                            \
   KeepHere(low##j);                                                                        \
@@ -136,6 +116,15 @@ HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t*
 #undef SPMMD_EXPAND
     __m512 sum0 = _mm512_load_ps(acc), sum1 = _mm512_load_ps(acc + 16);
     __m512 sum2 = _mm512_load_ps(acc + 32), sum3 = _mm512_load_ps(acc + 48);
+    if constexpr (kDecode == Decode::kBf16Dot) {
+#define SPMMD_ADD(i, j)                                             \
+  AddPairs(_mm512_unpacklo_epi16(low##j, low##i), x##i##j, sum0);   \
+  AddPairs(_mm512_unpackhi_epi16(low##j, low##i), x##i##j, sum1);   \
+  AddPairs(_mm512_unpacklo_epi16(high##j, high##i), x##i##j, sum2); \
+  AddPairs(_mm512_unpackhi_epi16(high##j, high##i), x##i##j, sum3);
+      SPMMD_ADD(0, 1) SPMMD_ADD(2, 3) SPMMD_ADD(4, 5) SPMMD_ADD(6, 7)
+#undef SPMMD_ADD
+    } else {
 #define SPMMD_ADD(j)                               \
   {                                                \
     const EvenOdd low = Widen<kDecode>(low##j);    \
@@ -145,8 +134,9 @@ HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t*
     sum2 = _mm512_fmadd_ps(high.even, x##j, sum2); \
     sum3 = _mm512_fmadd_ps(high.odd, x##j, sum3);  \
   }
-    SPMMD_EIGHT(SPMMD_ADD)
+      SPMMD_EIGHT(SPMMD_ADD)
 #undef SPMMD_ADD
+    }
     _mm512_store_ps(acc, sum0);
     _mm512_store_ps(acc + 16, sum1);
     _mm512_store_ps(acc + 32, sum2);
@@ -174,13 +164,16 @@ void SpmvRange16(const ColumnRange& range, const ColumnRange& next, const float*
       column_x[j] = j < cols ? x[c0 + j] : 0.0f;
     }
     const bool more = c0 + cols < range.count;
-    Prefetcher prefetcher(more ? range : next, more ? c0 + cols : 0, block.strips);
+    const Ahead ahead(more ? range : next, more ? c0 + cols : 0, pieces, block.masks + range.id(c0) * block.strips);
     for (int64_t strip = 0; strip < block.strips; strip += kPassStrips) {
       const int64_t strips = HWY_MIN(kPassStrips, block.strips - strip);
       float* pass_acc = acc + strip * bitmap::kStripRows;
+      for (const uint64_t* masks : ahead.masks) {
+        for (int64_t s = 0; s < kPassStrips; s += 8) PrefetchToL2(masks + strip + s);
+      }
       if (range.ids == nullptr && block.strips == kFullStrips && cols == kColumnsAtOnce) {
         const uint64_t* masks = block.masks + (range.first + c0) * kFullStrips + strip;
-        EightColumns<kDecode, kFullStrips>(masks, pieces, column_x, strips, prefetcher, pass_acc);
+        EightColumns<kDecode, kFullStrips>(masks, pieces, column_x, strips, ahead.pieces, pass_acc);
         continue;
       }
       for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
@@ -197,15 +190,37 @@ void SpmvRange16(const ColumnRange& range, const ColumnRange& next, const float*
           for (int64_t s = 0; s < strips; ++s) to[s] = from[s];
         }
       }
-      EightColumns<kDecode, kPassStrips>(gathered, pieces, column_x, strips, prefetcher, pass_acc);
+      EightColumns<kDecode, kPassStrips>(gathered, pieces, column_x, strips, ahead.pieces, pass_acc);
     }
   }
+}
+
+// Whether VDPBF16PS is there and adds like two fused multiply-adds, the upper element's first. Its definition leaves no
+// other reading, but Zen 4's is the one that was tried.
+inline bool Bf16DotIsAChain() {
+  if (!__builtin_cpu_supports("avx512bf16")) return false;
+  // Sums that differ by order, or when only their end is rounded.
+  constexpr float kCases[][4] = {{1.0f, 0x1p24f, -0x1p24f, 1.0f},
+                                 {0x1p24f, 1.0f, 1.0f, -0x1p24f},
+                                 {-0x1p24f, 0x1p24f, 1.5f, 1.25f},
+                                 {0x1.fep-2f, 0x1.02p3f, 0x1.aap-20f, 0x1.fffffep5f}};
+  for (const auto& c : kCases) {
+    const float upper = c[0], lower = c[1], x = 0x1.82p1f;
+    for (const float start : {c[2], c[3], -c[0] * x, -c[1] * x}) {
+      __m512 sum = _mm512_set1_ps(start);
+      AddPairs(_mm512_set1_epi32(static_cast<int>(Bf16Pair(upper, lower))),
+               _mm512_set1_epi32(static_cast<int>(Bf16Pair(x, x))), sum);
+      const float want = __builtin_fmaf(lower, x, __builtin_fmaf(upper, x, start));
+      if (_mm512_cvtss_f32(sum) != want) return false;
+    }
+  }
+  return true;
 }
 
 // Columns whose value cursors are kept in the L1 cache together with their mask lines.
 constexpr int64_t kSubtileCols = 128;
 
-// Adds kCount columns to the sums of one group: expands them all, then multiplies.
+// Adds kCount columns to the sums of one group: expands them all, then multiplies. x as SpmmRange has it.
 template <Decode kDecode, int kTokens, int kCount>
 HWY_INLINE void AddColumns(const uint32_t* masks, int64_t mask_stride, const uint16_t* values, uint32_t* cursors,
                            const float* HWY_RESTRICT x, __m512* sums) {
@@ -219,21 +234,37 @@ HWY_INLINE void AddColumns(const uint32_t* masks, int64_t mask_stride, const uin
     PrefetchToL2(from + 64);
     KeepHere(raw[j]);
   }
-  HWY_UNROLL(32)
-  for (int j = 0; j < kCount; ++j) {
-    const EvenOdd w = Widen<kDecode>(raw[j]);
+  if constexpr (kDecode == Decode::kBf16Dot) {
     HWY_UNROLL(32)
-    for (int n = 0; n < kTokens; ++n) {
-      const __m512 token = _mm512_set1_ps(x[j * kTokens + n]);
-      sums[2 * n] = _mm512_fmadd_ps(w.even, token, sums[2 * n]);
-      sums[2 * n + 1] = _mm512_fmadd_ps(w.odd, token, sums[2 * n + 1]);
+    for (int j = 0; j < kCount; j += 2) {
+      const __m512i second = j + 1 < kCount ? raw[j + 1] : _mm512_setzero_si512();
+      const __m512i first_rows = _mm512_unpacklo_epi16(second, raw[j]);
+      const __m512i last_rows = _mm512_unpackhi_epi16(second, raw[j]);
+      HWY_UNROLL(32)
+      for (int n = 0; n < kTokens; ++n) {
+        const __m512i token = _mm512_castps_si512(_mm512_set1_ps(x[j / 2 * kTokens + n]));
+        AddPairs(first_rows, token, sums[2 * n]);
+        AddPairs(last_rows, token, sums[2 * n + 1]);
+      }
+    }
+  } else {
+    HWY_UNROLL(32)
+    for (int j = 0; j < kCount; ++j) {
+      const EvenOdd w = Widen<kDecode>(raw[j]);
+      HWY_UNROLL(32)
+      for (int n = 0; n < kTokens; ++n) {
+        const __m512 token = _mm512_set1_ps(x[j * kTokens + n]);
+        sums[2 * n] = _mm512_fmadd_ps(w.even, token, sums[2 * n]);
+        sums[2 * n + 1] = _mm512_fmadd_ps(w.odd, token, sums[2 * n + 1]);
+      }
     }
   }
 }
 
 template <Decode kDecode, int kTokens>
 void SpmmRange16(const BitmapBlock& block, int64_t begin, int64_t end, const float* x, float* acc) {
-  constexpr int kCount = 4;
+  constexpr int kCount = 4;  // the tail below goes by its halves
+  constexpr int kColumnsPerX = kDecode == Decode::kBf16Dot ? 2 : 1;
   const int64_t groups = block.groups();
   for (int64_t c0 = begin; c0 < end; c0 += kSubtileCols) {
     const int64_t cols = HWY_MIN(kSubtileCols, end - c0);
@@ -254,14 +285,20 @@ void SpmmRange16(const BitmapBlock& block, int64_t begin, int64_t end, const flo
       __m512 sums[2 * kTokens];
       HWY_UNROLL(32)
       for (int i = 0; i < 2 * kTokens; ++i) sums[i] = _mm512_load_ps(group_acc + 16 * i);
-      const float* token = x + (c0 - begin) * kTokens;
+      const float* token = x + (c0 - begin) / kColumnsPerX * kTokens;
       int64_t c = 0;
       for (; c + kCount <= cols; c += kCount) {
-        AddColumns<kDecode, kTokens, kCount>(masks + c * groups + g, groups, values, cursors + c, token + c * kTokens,
-                                             sums);
+        AddColumns<kDecode, kTokens, kCount>(masks + c * groups + g, groups, values, cursors + c,
+                                             token + c / kColumnsPerX * kTokens, sums);
       }
-      for (; c < cols; ++c) {
-        AddColumns<kDecode, kTokens, 1>(masks + c * groups + g, groups, values, cursors + c, token + c * kTokens, sums);
+      if (c + 2 <= cols) {
+        AddColumns<kDecode, kTokens, 2>(masks + c * groups + g, groups, values, cursors + c,
+                                        token + c / kColumnsPerX * kTokens, sums);
+        c += 2;
+      }
+      if (c < cols) {
+        AddColumns<kDecode, kTokens, 1>(masks + c * groups + g, groups, values, cursors + c,
+                                        token + c / kColumnsPerX * kTokens, sums);
       }
       HWY_UNROLL(32)
       for (int i = 0; i < 2 * kTokens; ++i) _mm512_store_ps(group_acc + 16 * i, sums[i]);

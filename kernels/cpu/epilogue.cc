@@ -105,6 +105,11 @@ void FinishTokenImpl(const PartialSums& sums, int token, int64_t rows, const flo
         values[row + 2 * i] = group[i];
         values[row + 2 * i + 1] = group[kGroupRows / 2 + i];
       }
+    } else if (sums.order == RowOrder::kFours) {
+      for (int64_t i = 0; i < kGroupRows / 2; i += 4) {
+        std::memcpy(values + row + 2 * i, group + i, 4 * sizeof(float));
+        std::memcpy(values + row + 2 * i + 4, group + kGroupRows / 2 + i, 4 * sizeof(float));
+      }
     } else {
       std::memcpy(values + row, group, sizeof(group));
     }

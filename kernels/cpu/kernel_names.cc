@@ -36,6 +36,12 @@ std::string_view KernelNameImpl(Kernel kernel) {
       return "bitmap_spmm" SPMMD_ISA;
     case Kernel::kBitmapSpmspv:
       return "bitmap_spmspv" SPMMD_ISA;
+    case Kernel::kBitmapSpmvDot:
+      return "bitmap_spmv" SPMMD_ISA "_bf16";
+    case Kernel::kBitmapSpmmDot:
+      return "bitmap_spmm" SPMMD_ISA "_bf16";
+    case Kernel::kBitmapSpmspvDot:
+      return "bitmap_spmspv" SPMMD_ISA "_bf16";
     case Kernel::kDenseDot:
       return "dense_dot" SPMMD_ISA;
     case Kernel::kDenseSgemm:

@@ -7,9 +7,19 @@
 
 namespace spmmd::cpu {
 
-enum class Kernel : uint8_t { kBitmapSpmv, kBitmapSpmm, kBitmapSpmspv, kDenseDot, kDenseSgemm };
+enum class Kernel : uint8_t {
+  kBitmapSpmv,
+  kBitmapSpmm,
+  kBitmapSpmspv,
+  // With Decode::kBf16Dot.
+  kBitmapSpmvDot,
+  kBitmapSpmmDot,
+  kBitmapSpmspvDot,
+  kDenseDot,
+  kDenseSgemm
+};
 
-// E.g. "bitmap_spmv_avx3_dl", "dense_sgemm_openblas": static storage.
+// E.g. "bitmap_spmv_avx3_dl", "bitmap_spmv_avx3_dl_bf16", "dense_sgemm_openblas": static storage.
 std::string_view KernelName(Kernel kernel);
 
 }  // namespace spmmd::cpu

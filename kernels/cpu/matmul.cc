@@ -76,11 +76,14 @@ absl::Status Matmul(const PackedLayer& w, const DenseView& x, const Epilogue& ep
                     ThreadPool& pool, LaunchInfo* info) {
   SPMMD_RETURN_IF_ERROR(CheckOperands(w, x.rows, epilogue, y));
   SPMMD_RETURN_IF_ERROR(CheckTokens(x, w.k));
+  BitmapRun run;
   SPMMD_RETURN_IF_ERROR(w.format == Format::kDense ? DenseMatmul(w, x, epilogue, y, pool)
-                                                   : BitmapMatmul(w, x, epilogue, y, pool));
+                                                   : BitmapMatmul(w, x, epilogue, y, pool, &run));
   if (info != nullptr) {
     if (w.format == Format::kBitmap) {
-      info->kernel = KernelName(x.rows <= 1 ? Kernel::kBitmapSpmv : Kernel::kBitmapSpmm);
+      const bool dot = run.decode == Decode::kBf16Dot;
+      info->kernel = KernelName(x.rows <= 1 ? (dot ? Kernel::kBitmapSpmvDot : Kernel::kBitmapSpmv)
+                                            : (dot ? Kernel::kBitmapSpmmDot : Kernel::kBitmapSpmm));
     } else {
       info->kernel = KernelName(x.rows <= kMaxDotTokens ? Kernel::kDenseDot : Kernel::kDenseSgemm);
     }
@@ -102,10 +105,11 @@ absl::Status MatmulSparse(const PackedLayer& w, const SparseVector& x, const Epi
     return Matmul(w, {reinterpret_cast<const std::byte*>(dense.data()), DType::kF32, 1, w.k, w.k}, epilogue, y, pool,
                   info);
   }
-  int64_t touched_nnz = 0;
-  SPMMD_RETURN_IF_ERROR(BitmapMatmulSparse(w, x, epilogue, y, pool, info == nullptr ? nullptr : &touched_nnz));
+  BitmapRun run;
+  SPMMD_RETURN_IF_ERROR(BitmapMatmulSparse(w, x, epilogue, y, pool, info == nullptr ? nullptr : &run));
   if (info != nullptr) {
-    info->kernel = KernelName(Kernel::kBitmapSpmspv);
+    const int64_t touched_nnz = run.touched_nnz;
+    info->kernel = KernelName(run.decode == Decode::kBf16Dot ? Kernel::kBitmapSpmspvDot : Kernel::kBitmapSpmspv);
     const auto columns = static_cast<int64_t>(x.indices.size());
     const int64_t blocks = (w.m + bitmap::kTileRows - 1) / bitmap::kTileRows;
     const int64_t strips = (w.m + bitmap::kStripRows - 1) / bitmap::kStripRows;

@@ -31,7 +31,7 @@ namespace cpu {
 
 // What ran, for metrics and GetLayer.
 struct LaunchInfo {
-  std::string_view kernel;  // e.g. "bitmap_spmv_avx3_zen4": static storage
+  std::string_view kernel;  // e.g. "bitmap_spmv_avx3_dl": static storage
   int64_t bytes = 0;        // weights, metadata, activations read and outputs written, once each
   int64_t flops = 0;        // 2 * nnz * N (SpMM, SpMV), 2 * the touched nonzeros (SpMspV)
 };

@@ -109,10 +109,10 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
     return tile;
   };
 
-  // First pass: where each tile's values start, and whether any is not finite.
+  // First pass: where each tile's values start, and whether any is not finite or tiny.
   SPMMD_ASSIGN_OR_RETURN(Buffer tile_starts, Buffer::Allocate(static_cast<size_t>(tiles + 1) * sizeof(uint64_t)));
   uint64_t* starts = tile_starts.MutableAs<uint64_t>().data();
-  std::atomic<int64_t> nonfinite{0};
+  std::atomic<int64_t> nonfinite{0}, tiny{0};
   DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
     const Tile tile = tile_at(t);
     RowStats total;
@@ -120,11 +120,14 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
       const RowStats row = ScanRow(w.dtype, w.row(r) + static_cast<size_t>(tile.col0) * SizeOf(w.dtype), tile.cols);
       total.nnz += row.nnz;
       total.nonfinite += row.nonfinite;
+      total.tiny += row.tiny;
     }
     starts[t + 1] = static_cast<uint64_t>(total.nnz);
     if (total.nonfinite != 0) nonfinite.fetch_add(total.nonfinite, std::memory_order_relaxed);
+    if (total.tiny != 0) tiny.fetch_add(total.tiny, std::memory_order_relaxed);
   });
   layer.params[kNonfiniteParam] = nonfinite.load();
+  layer.params[kNoTinyParam] = w.dtype == DType::kBf16 && tiny.load() == 0 ? 1 : 0;
   if (!options.allow_nonfinite && nonfinite.load() != 0) return CheckFinite(w);  // finds the position
   for (int64_t t = 0; t < tiles; ++t) starts[t + 1] += starts[t];
   layer.nnz = static_cast<int64_t>(starts[tiles]);
@@ -185,8 +188,12 @@ absl::Status Validate(const PackedLayer& layer) {
     return absl::DataLossError(
         absl::StrCat("BITMAP layout version ", layer.layout_version, ", expected ", kLayoutVersion));
   }
-  const std::array<int64_t, 8> params{kTileRows, kTileCols, layer.params[kNonfiniteParam]};
+  const std::array<int64_t, 8> params{kTileRows, kTileCols, layer.params[kNonfiniteParam], layer.params[kNoTinyParam]};
   if (layer.params != params) return absl::DataLossError("BITMAP params: tile sizes are not 4096 x 256");
+  const int64_t no_tiny = layer.params[kNoTinyParam];
+  if (no_tiny != 0 && (no_tiny != 1 || layer.dtype != DType::kBf16)) {
+    return absl::DataLossError(absl::StrCat("BITMAP params: no_tiny is ", no_tiny));
+  }
   const Geometry geometry(layer.m, layer.k);
   const int64_t tiles = geometry.blocks * geometry.column_tiles;
   SPMMD_RETURN_IF_ERROR(CheckSize(layer, kValues, "values", static_cast<size_t>(layer.nnz) * SizeOf(layer.dtype)));
@@ -202,7 +209,7 @@ absl::Status Validate(const PackedLayer& layer) {
   // Each tile alone: its pieces' starts and its successor's start follow from its masks. Together with the two ends
   // above that bounds every read of the values.
   std::atomic<int64_t> first_bad{tiles};
-  std::atomic<int64_t> nonfinite{0};
+  std::atomic<int64_t> nonfinite{0}, tiny{0};
   DefaultThreadPool().ParallelFor(tiles, [&](int64_t t, int /*worker*/) {
     const int64_t block = t / geometry.column_tiles;
     const int64_t col0 = t % geometry.column_tiles * kTileCols;
@@ -223,6 +230,7 @@ absl::Status Validate(const PackedLayer& layer) {
     if (ok) {
       const RowStats stats = ScanRow(view.dtype, view.values + start * SizeOf(view.dtype), static_cast<int64_t>(count));
       if (stats.nonfinite != 0) nonfinite.fetch_add(stats.nonfinite, std::memory_order_relaxed);
+      if (stats.tiny != 0) tiny.fetch_add(stats.tiny, std::memory_order_relaxed);
       return;
     }
     int64_t seen = first_bad.load(std::memory_order_relaxed);
@@ -235,6 +243,9 @@ absl::Status Validate(const PackedLayer& layer) {
   if (nonfinite.load() != layer.params[kNonfiniteParam]) {
     return Corrupt("values", absl::StrCat(nonfinite.load(), " NaNs and infinities, the header says ",
                                           layer.params[kNonfiniteParam]));
+  }
+  if (no_tiny == 1 && tiny.load() != 0) {
+    return Corrupt("values", absl::StrCat(tiny.load(), " values below 2^-48, the header says there are none"));
   }
   return absl::OkStatus();
 }

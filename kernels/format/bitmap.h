@@ -14,10 +14,12 @@
 // Sections (all little-endian):
 //   kValues (id 1)        dtype values: tile after tile in t order; in a tile column after column; in a column by row
 //   kMasks (id 2)         uint64 [block][K][strips(b)]: bit i of word s is row 4096 b + 64 s + i; bits of rows >= M are
-//   0 kTileStarts (id 3)    uint64 [tiles + 1]: index into kValues of each tile's first value; the last entry is nnz
+//   0
+//   kTileStarts (id 3)    uint64 [tiles + 1]: index into kValues of each tile's first value; the last entry is nnz
 //   kColumnStarts (id 4)  uint32 [block][K]: start of the column's piece, relative to its tile's start
-// params: [0] = kTileRows, [1] = kTileCols, [2] = number of NaNs and infinities among the values, the rest 0. There are
-// no filler entries; padding counts the mask bits of rows >= M only.
+// params: [0] = kTileRows, [1] = kTileCols, [2] = number of NaNs and infinities among the values, [3] = 1 when no value
+// is tiny (dense_rows.h), 0 when some are, when dtype is not bf16, or from a packer that did not look; the rest 0.
+// There are no filler entries; padding counts the mask bits of rows >= M only.
 //
 // Bytes per dense element at sparsity s and M a multiple of 4096: (1 - s) * SizeOf(dtype) + 1/8 + 4/4096 + 8/2^20. fp16
 // at 50 %: 1.126, the bitmap bound (1.125) + 0.1 %.
@@ -41,6 +43,7 @@ inline constexpr int64_t kTileCols = 256;
 inline constexpr int64_t kStripsPerTile = kTileRows / kStripRows;
 
 inline constexpr size_t kNonfiniteParam = 2;
+inline constexpr size_t kNoTinyParam = 3;
 
 enum SectionId : uint32_t { kValues = 1, kMasks = 2, kTileStarts = 3, kColumnStarts = 4 };
 

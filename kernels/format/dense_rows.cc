@@ -1,5 +1,6 @@
 #include "kernels/format/dense_rows.h"
 
+#include <bit>
 #include <cstring>
 
 #define HWY_WANT_AVX3_DL
@@ -22,8 +23,9 @@ Bits LoadOne(const std::byte* row, int64_t i) {
   return bits;
 }
 
-// An element is nonzero when it has a bit besides its sign, and not finite when all bits of `exponent` are set.
-template <typename Bits>
+// An element is nonzero when it has a bit besides its sign, and not finite when all bits of `exponent` are set. kTiny:
+// the first magnitude that is not tiny; 1 when none is.
+template <typename Bits, Bits kTiny = 1>
 RowStats ScanBits(const std::byte* row, int64_t count, Bits exponent) {
   const hn::ScalableTag<Bits> d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
@@ -32,28 +34,36 @@ RowStats ScanBits(const std::byte* row, int64_t count, Bits exponent) {
   const auto exponent_mask = hn::Set(d, exponent);
   const auto zero = hn::Zero(d);
   RowStats stats;
-  int64_t zeros = 0;
+  int64_t zeros = 0, zero_or_tiny = 0;
   int64_t i = 0;
   for (; i + lanes <= count; i += lanes) {
     const auto bits = hn::LoadU(d, reinterpret_cast<const Bits*>(row) + i);
-    zeros += static_cast<int64_t>(hn::CountTrue(d, hn::Eq(hn::And(bits, magnitude_mask), zero)));
+    const auto magnitude = hn::And(bits, magnitude_mask);
+    zeros += static_cast<int64_t>(hn::CountTrue(d, hn::Eq(magnitude, zero)));
+    if constexpr (kTiny > 1) {
+      zero_or_tiny += static_cast<int64_t>(
+          hn::CountTrue(d, hn::Eq(hn::Min(magnitude, hn::Set(d, static_cast<Bits>(kTiny - 1))), magnitude)));
+    }
     stats.nonfinite += static_cast<int64_t>(hn::CountTrue(d, hn::Eq(hn::And(bits, exponent_mask), exponent_mask)));
   }
   stats.nnz = i - zeros;
+  if constexpr (kTiny > 1) stats.tiny = zero_or_tiny - zeros;
   for (; i < count; ++i) {
     const Bits bits = LoadOne<Bits>(row, i);
     stats.nnz += (bits & kMagnitude) != 0 ? 1 : 0;
     stats.nonfinite += (bits & exponent) == exponent ? 1 : 0;
+    stats.tiny += (bits & kMagnitude) != 0 && (bits & kMagnitude) < kTiny ? 1 : 0;
   }
   return stats;
 }
 
 RowStats ScanRowImpl(DType dtype, const std::byte* row, int64_t count) {
+  constexpr auto kFirstNotTiny = static_cast<uint16_t>(std::bit_cast<uint32_t>(kTinyMagnitude) >> 16);
   switch (dtype) {
     case DType::kF16:
       return ScanBits<uint16_t>(row, count, 0x7c00);
     case DType::kBf16:
-      return ScanBits<uint16_t>(row, count, 0x7f80);
+      return ScanBits<uint16_t, kFirstNotTiny>(row, count, 0x7f80);
     case DType::kF32:
       return ScanBits<uint32_t>(row, count, 0x7f800000u);
   }

@@ -13,7 +13,11 @@ namespace spmmd {
 struct RowStats {
   int64_t nnz = 0;        // elements other than +0 and -0
   int64_t nonfinite = 0;  // NaN and infinities
+  int64_t tiny = 0;       // bf16 only: nonzero and below kTinyMagnitude
 };
+
+// Far above the subnormals of bf16 and far below trained weights: see Decode::kBf16Dot of the CPU kernels.
+inline constexpr float kTinyMagnitude = 0x1p-48f;
 
 // Statistics of `count` elements at `row` (element-aligned).
 RowStats ScanRow(DType dtype, const std::byte* row, int64_t count);

@@ -7,6 +7,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cpu/bitmap_kernels.h"
 #include "tests/kernels/cpu/operands.h"
 
 namespace spmmd::testing {
@@ -146,6 +147,69 @@ TEST(MatmulTest, SubnormalAndLargeFp16) {
       const absl::Status same = CompareToReference(y.const_view(), ReferenceMatmul(w.view(), x.const_view()),
                                                    DefaultTolerance(DType::kF32, 16), 0);
       EXPECT_TRUE(same.ok()) << same << " scale " << scale << " N=" << n;
+    }
+  }
+}
+
+TEST(MatmulTest, SubnormalAndTinyBf16) {
+  // What the instruction for bf16 pairs would flush to zero: weights, x, products and sums below 2^-126.
+  DenseMatrix w = *DenseMatrix::Create(DType::kBf16, 64, 17);
+  for (int64_t r = 0; r < 64; ++r) {
+    for (int64_t c = 0; c < 17; ++c) {
+      const auto bits =
+          static_cast<uint16_t>(c % 2 == 0 ? 1 + r : 0x8000 + 0x80 * (r + 1));  // subnormal; 2^-126 to 2^-62
+      std::memcpy(w.mutable_view().row(r) + c * 2, &bits, 2);
+    }
+  }
+  DenseMatrix plain = Weights(DType::kBf16, 64, 17, 0.6, 3);
+  const PackedLayer tiny = *Pack(Format::kBitmap, w.view());
+  const PackedLayer usual = *Pack(Format::kBitmap, plain.view());
+  for (const float scale : {1.0f, 0x1p-63f, 0x1p-64f, 0x1p-65f, 0x1p-130f, 0x1p90f, 0x1p120f}) {
+    for (const int64_t n : {1, 6}) {
+      Strided x(DType::kF32, n, 17, 1);
+      for (int64_t i = 0; i < n; ++i) {
+        for (int64_t c = 0; c < 17; ++c) StoreValue(x.view(), i, c, scale * (1.0f + static_cast<float>(c % 5) / 8));
+      }
+      for (const auto& [layer, dense] : {std::pair{&tiny, &w}, {&usual, &plain}}) {
+        if (layer == &tiny && scale < 1) continue;  // below fp32's range as a whole
+        Strided y(DType::kF32, n, 64, 0);
+        ASSERT_TRUE(cpu::Matmul(*layer, x.const_view(), {}, y.view(), DefaultThreadPool()).ok());
+        const absl::Status same =
+            CompareToReference(y.const_view(), ReferenceMatmul(dense->view(), x.const_view()), 1e-6, 0x1p-140);
+        EXPECT_TRUE(same.ok()) << same << " scale " << scale << " N=" << n << " tiny " << (layer == &tiny);
+      }
+    }
+  }
+}
+
+TEST(MatmulTest, NonfiniteXReachesTheOutput) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const DType dtype : kAllDtypes) {
+    const DenseMatrix w = Weights(dtype, 70, 40, 1.0, 13);
+    const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+    for (const float value : {infinity, -infinity, std::numeric_limits<float>::quiet_NaN()}) {
+      for (const int64_t n : {1, 4}) {
+        Strided x = Tokens(DType::kBf16, n, 40, 14);
+        for (int64_t i = 0; i < n; ++i) StoreValue(x.view(), i, 7, value);
+        EXPECT_TRUE(ProductIsRight(layer, w.view(), x.const_view(), {}, DType::kF32, DefaultThreadPool()))
+            << Name(dtype) << " " << value;
+      }
+    }
+  }
+}
+
+TEST(MatmulTest, NamesTheBf16KernelWhereItRan) {
+  const DenseMatrix w = Weights(DType::kBf16, 70, 41, 0.5, 15);
+  const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+  const bool has = cpu::HasBf16Dot();
+  for (const int64_t n : {1, 5}) {
+    for (const DType x_dtype : {DType::kBf16, DType::kF32}) {
+      const Strided x = Tokens(x_dtype, n, 41, 16);
+      Strided y(DType::kF32, n, 70, 0);
+      cpu::LaunchInfo info;
+      ASSERT_TRUE(cpu::Matmul(layer, x.const_view(), {}, y.view(), DefaultThreadPool(), &info).ok());
+      EXPECT_EQ(info.kernel.ends_with("_bf16"), has && x_dtype == DType::kBf16) << info.kernel;
+      EXPECT_THAT(std::string(info.kernel), ::testing::StartsWith(n == 1 ? "bitmap_spmv_" : "bitmap_spmm_"));
     }
   }
 }

@@ -1,10 +1,12 @@
 // What bitmap_kernels.h promises: a row's bits depend neither on batch mates, nor on the number of threads, nor on
 // whether x is dense or sparse.
+#include <random>
 #include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
 #include "kernels/cpu/matmul.h"
+#include "kernels/format/bitmap.h"
 #include "tests/kernels/cpu/operands.h"
 
 namespace spmmd::testing {
@@ -64,6 +66,57 @@ TEST(ReproducibleTest, SameBitsForSparseX) {
     ASSERT_TRUE(cpu::MatmulSparse(layer, sparse.view(), {}, y.view(), DefaultThreadPool()).ok());
     const DenseView view{reinterpret_cast<const std::byte*>(x.data()), DType::kF32, 1, 700, 700};
     EXPECT_EQ(RowBytes(y.const_view()), Product(layer, view, DefaultThreadPool())) << Name(dtype);
+  }
+}
+
+// Every exponent from `lowest` on, 8 significant bits.
+float AnyBf16(std::mt19937& random, int lowest, int count) {
+  const auto exponent = static_cast<uint16_t>(127 + lowest + static_cast<int>(random() % static_cast<uint32_t>(count)));
+  const auto bits = static_cast<uint16_t>((random() & 0x807fu) | static_cast<uint32_t>(exponent << 7));
+  return Bf16ToFloat(bits);
+}
+
+TEST(ReproducibleTest, SameBitsForBothBf16Decoders) {
+  std::mt19937 random(9);
+  std::uniform_int_distribution<int> size(1, 300);
+  for (int i = 0; i < 40; ++i) {
+    const int64_t m = size(random), k = i % 8 == 0 ? 600 : size(random);
+    // Moderate values that cancel, or everything down to the smallest that kBf16Dot takes.
+    const bool wide = i % 2 == 0;
+    DenseMatrix w = Weights(DType::kBf16, m, k, i % 3 == 0 ? 0.3 : 0.6, static_cast<uint64_t>(i));
+    if (wide) {
+      for (int64_t r = 0; r < m; ++r) {
+        for (int64_t c = 0; c < k; ++c) {
+          if (random() % 2 == 0) StoreValue(w.mutable_view(), r, c, AnyBf16(random, -48, 60));
+        }
+      }
+    }
+    const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+    ASSERT_EQ(layer.params[bitmap::kNoTinyParam], 1);
+    PackedLayer general = layer;
+    general.params[bitmap::kNoTinyParam] = 0;
+    const int64_t n = 1 + i % 20;
+    Strided x = Tokens(DType::kBf16, n, k, static_cast<uint64_t>(i));
+    if (wide) {
+      for (int64_t r = 0; r < n; ++r) {
+        for (int64_t c = 0; c < k; ++c) {
+          StoreValue(x.view(), r, c, random() % 4 == 0 ? 0.0f : AnyBf16(random, -64, 90));
+        }
+      }
+    }
+    EXPECT_EQ(Product(layer, x.const_view(), DefaultThreadPool()),
+              Product(general, x.const_view(), DefaultThreadPool()))
+        << "M=" << m << " K=" << k << " N=" << n;
+    SparseOperand sparse;
+    for (int64_t c = 0; c < k; ++c) {
+      if (random() % 3 == 0) continue;
+      sparse.indices.push_back(static_cast<uint32_t>(c));
+      sparse.values.push_back(AnyBf16(random, wide ? -64 : -4, 8));
+    }
+    Strided y(DType::kF32, 1, m, 0), general_y(DType::kF32, 1, m, 0);
+    ASSERT_TRUE(cpu::MatmulSparse(layer, sparse.view(), {}, y.view(), DefaultThreadPool()).ok());
+    ASSERT_TRUE(cpu::MatmulSparse(general, sparse.view(), {}, general_y.view(), DefaultThreadPool()).ok());
+    EXPECT_EQ(RowBytes(y.const_view()), RowBytes(general_y.const_view())) << "M=" << m << " K=" << k;
   }
 }
 

@@ -90,6 +90,46 @@ TEST(BitmapTest, PackedBytesIsExactForAnyShape) {
   }
 }
 
+TEST(BitmapTest, SaysWhetherAValueIsTiny) {
+  for (const DType dtype : {DType::kBf16, DType::kF16, DType::kF32}) {
+    for (const int64_t column : {0, 40}) {  // in whole vectors and behind them
+      DenseMatrix w = *DenseMatrix::Create(dtype, 3, 41);
+      auto* at = reinterpret_cast<uint16_t*>(w.mutable_view().data);
+      const auto no_tiny = [&](uint16_t bits) {
+        if (dtype == DType::kF32) {
+          reinterpret_cast<float*>(at)[41 + column] = Bf16ToFloat(bits);
+        } else {
+          at[41 + column] = bits;
+        }
+        const PackedLayer layer = *Pack(Format::kBitmap, w.view());
+        EXPECT_TRUE(Validate(layer).ok());
+        return layer.params[bitmap::kNoTinyParam];
+      };
+      const int64_t yes = dtype == DType::kBf16 ? 1 : 0;
+      EXPECT_EQ(no_tiny(0), yes);
+      EXPECT_EQ(no_tiny(0x8000), yes);
+      EXPECT_EQ(no_tiny(0x2780), yes);  // 2^-48
+      EXPECT_EQ(no_tiny(0x277f), 0);    // the value before it
+      EXPECT_EQ(no_tiny(0xa77f), 0);
+      EXPECT_EQ(no_tiny(0x8001), 0);
+    }
+  }
+}
+
+TEST(BitmapTest, ValidateKnowsATinyValue) {
+  DenseMatrix w = *DenseMatrix::Create(DType::kBf16, 1, 2);
+  const uint16_t values[] = {0x3f80, 0x0001};
+  std::memcpy(w.mutable_view().data, values, sizeof(values));
+  PackedLayer layer = *Pack(Format::kBitmap, w.view());
+  layer.params[bitmap::kNoTinyParam] = 1;
+  EXPECT_THAT(std::string(Validate(layer).message()), HasSubstr("section values: 1 values below 2^-48"));
+  layer.params[bitmap::kNoTinyParam] = 2;
+  EXPECT_THAT(std::string(Validate(layer).message()), HasSubstr("no_tiny is 2"));
+  PackedLayer half = *Pack(Format::kBitmap, MakeMatrix(DType::kF16, 4, 4, 0.5).view());
+  half.params[bitmap::kNoTinyParam] = 1;
+  EXPECT_THAT(std::string(Validate(half).message()), HasSubstr("no_tiny is 1"));
+}
+
 TEST(BitmapTest, ValidateNamesTheSection) {
   const PackedLayer good = *Pack(Format::kBitmap, MakeMatrix(DType::kF16, 100, 300, 0.5).view());
   const auto message = [&](uint32_t id, auto&& damage) {
