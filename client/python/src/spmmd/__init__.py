@@ -10,6 +10,7 @@ from spmmd._registration import ProgressCallback
 from spmmd._transport import Tls
 from spmmd._version import __version__
 from spmmd.aio import AsyncClient, AsyncStream
+from spmmd.aio_sharding import AsyncShardedClient
 from spmmd.arrays import SparseRows
 from spmmd.client import Client
 from spmmd.errors import (
@@ -31,7 +32,7 @@ from spmmd.errors import (
 )
 from spmmd.packed import Inspection, PackedFile, PackedFileError, inspect, pack
 from spmmd.program import Outputs, Program, RegisteredProgram, Value
-from spmmd.sharding import Move, ShardedClient, moves, shard_key, shard_of
+from spmmd.sharding import Move, ShardedClient, ShardedProgram, moves, shard_key, shard_of
 from spmmd.stream import Stream
 from spmmd.types import (
     NM,
@@ -61,6 +62,7 @@ __all__ = [
     "Activation",
     "AlreadyExistsError",
     "AsyncClient",
+    "AsyncShardedClient",
     "AsyncStream",
     "Bitmap",
     "CancelledError",
@@ -96,6 +98,7 @@ __all__ = [
     "Section",
     "ServerInfo",
     "ShardedClient",
+    "ShardedProgram",
     "SparseRows",
     "Speed",
     "SpmmdError",

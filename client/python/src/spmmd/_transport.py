@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from spmmd._proto.sparse_matmul_pb2 import ExecuteRequest
+from spmmd._proto.sparse_matmul_pb2 import ExecuteRequest, Program, RegisterProgramRequest
 
 # Layers' activations pass gRPC's default of 4 MiB easily; the server's own limit is the one that counts.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -98,10 +98,15 @@ def with_layer(metadata: Metadata, layer: str) -> Metadata:
     return (*metadata, ("spmmd-layer", layer)) if layer else metadata
 
 
+def first_layer(program: Program) -> str:
+    """The layer of a program's first matmul; empty when it has none."""
+    return next((step.matmul.layer.name for step in program.steps if step.HasField("matmul")), "")
+
+
 def layer_of(request: Any) -> str:
     """The layer that a request names, the first one of a program; empty when there is none."""
-    if isinstance(request, ExecuteRequest):
-        return next((step.matmul.layer.name for step in request.program.steps if step.HasField("matmul")), "")
+    if isinstance(request, ExecuteRequest | RegisterProgramRequest):
+        return first_layer(request.program)
     layer = getattr(request, "layer", None)
     return str(layer.name) if layer is not None else ""
 

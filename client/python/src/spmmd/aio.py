@@ -232,23 +232,26 @@ class AsyncClient:
         self, program: Program | RegisteredProgram, inputs: Any, *, timeout: float | None = None
     ) -> Outputs:
         """See Client.execute."""
-        return outputs_from_proto(await self._call(self._matmul.Execute, execute_request(program, inputs), timeout))
+        request = execute_request(program, inputs)
+        layer = getattr(program, "layer", "")
+        return outputs_from_proto(await self._call(self._matmul.Execute, request, timeout, layer=layer))
 
     async def register_program(self, program: Program, *, timeout: float | None = None) -> RegisteredProgram:
         """See Client.register_program."""
         request = matmul_pb2.RegisterProgramRequest(program=program.to_proto())
         response = await self._call(self._matmul.RegisterProgram, request, timeout)
-        return RegisteredProgram(response.program_id, program.inputs)
+        return RegisteredProgram(response.program_id, program.inputs, layer_of(request))
 
     async def unregister_program(self, program: RegisteredProgram, *, timeout: float | None = None) -> None:
         """See Client.unregister_program."""
         request = matmul_pb2.UnregisterProgramRequest(program_id=program.id)
-        await self._call(self._matmul.UnregisterProgram, request, timeout)
+        await self._call(self._matmul.UnregisterProgram, request, timeout, layer=program.layer)
 
-    def stream(self, *, max_in_flight: int = 64) -> AsyncStream:
+    def stream(self, *, max_in_flight: int = 64, layer: str = "") -> AsyncStream:
         """A pipelined stream; use it as `async with`. See Client.stream."""
+        metadata = with_layer(self._metadata, layer)
         return AsyncStream(
-            lambda requests: self._matmul.ExecuteStream(requests, metadata=self._metadata), max_in_flight=max_in_flight
+            lambda requests: self._matmul.ExecuteStream(requests, metadata=metadata), max_in_flight=max_in_flight
         )
 
     # ---- the server
@@ -270,11 +273,14 @@ class AsyncClient:
 
     # ---- plumbing
 
-    async def _call(self, method: Any, request: Any, timeout: float | None, *, long: bool = False) -> Any:
+    async def _call(
+        self, method: Any, request: Any, timeout: float | None, *, long: bool = False, layer: str = ""
+    ) -> Any:
         if timeout is None and not long:
             timeout = self._timeout
         try:
-            return await method(request, timeout=timeout, metadata=with_layer(self._metadata, layer_of(request)))
+            metadata = with_layer(self._metadata, layer or layer_of(request))
+            return await method(request, timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 

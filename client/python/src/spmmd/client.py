@@ -288,7 +288,7 @@ class Client:
           The outputs by step name, with `.timing`.
         """
         response: matmul_pb2.ExecuteResponse = self._call(
-            self._matmul.Execute, execute_request(program, inputs), timeout
+            self._matmul.Execute, execute_request(program, inputs), timeout, layer=getattr(program, "layer", "")
         )
         return outputs_from_proto(response)
 
@@ -296,12 +296,12 @@ class Client:
         """Has the server check and plan a program once."""
         request = matmul_pb2.RegisterProgramRequest(program=program.to_proto())
         response: matmul_pb2.RegisterProgramResponse = self._call(self._matmul.RegisterProgram, request, timeout)
-        return RegisteredProgram(response.program_id, program.inputs)
+        return RegisteredProgram(response.program_id, program.inputs, layer_of(request))
 
     def unregister_program(self, program: RegisteredProgram, *, timeout: float | None = None) -> None:
         """Forgets a program."""
         request = matmul_pb2.UnregisterProgramRequest(program_id=program.id)
-        self._call(self._matmul.UnregisterProgram, request, timeout)
+        self._call(self._matmul.UnregisterProgram, request, timeout, layer=program.layer)
 
     def stream(self, *, max_in_flight: int = 64, layer: str = "") -> Stream:
         """A pipelined stream of requests, answered as they finish.
@@ -342,11 +342,11 @@ class Client:
 
     # ---- plumbing
 
-    def _call(self, method: Any, request: Any, timeout: float | None, *, long: bool = False) -> Any:
+    def _call(self, method: Any, request: Any, timeout: float | None, *, long: bool = False, layer: str = "") -> Any:
         if timeout is None and not long:
             timeout = self._timeout
         try:
-            return method(request, timeout=timeout, metadata=with_layer(self._metadata, layer_of(request)))
+            return method(request, timeout=timeout, metadata=with_layer(self._metadata, layer or layer_of(request)))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 

@@ -121,10 +121,15 @@ def _elementwise(left: Value, right: Value, activation: ActivationLike) -> matmu
 
 @dataclass(frozen=True)
 class RegisteredProgram:
-    """A program that the server has checked and planned; execute it by passing this."""
+    """A program that the server has checked and planned; execute it by passing this.
+
+    Attributes:
+      layer: its first layer, which gateways route its calls by.
+    """
 
     id: str
     inputs: tuple[str, ...]
+    layer: str = ""
 
 
 class Outputs(dict[str, Array]):

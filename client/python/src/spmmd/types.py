@@ -295,6 +295,8 @@ class ServerInfo:
     extensions: tuple[str, ...]
     formats: tuple[Format, ...]
     limits: Limits
+    shard_index: int
+    shard_count: int
 
     @classmethod
     def from_proto(cls, proto: sparse_matmul_pb2.ServerInfoResponse) -> ServerInfo:
@@ -313,6 +315,8 @@ class ServerInfo:
                 max_batch_tokens=limits.max_batch_tokens,
                 max_queue_bytes=limits.max_queue_bytes,
             ),
+            shard_index=proto.shard_index,
+            shard_count=max(1, proto.shard_count),  # 0: a server that did not tell yet
         )
 
 
