@@ -162,6 +162,14 @@ struct Subject {
   }
 };
 
+// Rounds to values of a narrower dtype: what the library takes as fp32, but came as that.
+void RoundTo(DType dtype, std::vector<float>& values) {
+  for (float& value : values) {
+    if (dtype == DType::kBf16) value = Bf16ToFloat(FloatToBf16(value));
+    if (dtype == DType::kF16) value = F16ToFloat(FloatToF16(value));
+  }
+}
+
 struct Timings {
   std::vector<double> own, spmv, dense;
 };
@@ -233,39 +241,44 @@ absl::Status RunShape(const BenchOptions& options, int64_t m, int64_t k, double 
   const std::vector<int64_t> tokens = options.op == "spmm" ? options.tokens : std::vector<int64_t>{1};
   const std::vector<double> x_sparsity = spmspv ? options.activation_sparsity : std::vector<double>{0.0};
   for (const int64_t n : tokens) {
-    SPMMD_ASSIGN_OR_RETURN(const DenseMatrix x, RandomTokens(DType::kF32, n, k, options.seed + 1));
-    SPMMD_ASSIGN_OR_RETURN(DenseBaseline dense, DenseBaseline::Create(weights.view(), x.view()));
-    for (const double zeros : x_sparsity) {
-      for (size_t i = 0; i < subjects.size(); ++i) {
-        Subject& subject = subjects[i];
-        subject.x = x;
-        SPMMD_ASSIGN_OR_RETURN(subject.y, DenseMatrix::Create(DType::kF32, n, m));
-        RandomSparseVector(k, zeros, options.seed + 2, &subject.indices, &subject.values);
-        Row row;
-        SPMMD_ASSIGN_OR_RETURN(row.rel_error, RelativeError(weights.view(), spmspv, subject));
-        Timings timings;
-        SPMMD_RETURN_IF_ERROR(TakeTurns(options, spmspv, subject, dense, &timings));
-        const PackedLayer& layer = subject.layers[0];
-        row.op = options.op;
-        row.format = std::string(Name(layer.format));
-        row.kernel = std::string(subject.info.kernel);
-        row.dtype = std::string(Name(layer.dtype));
-        row.m = m;
-        row.k = k;
-        row.n = n;
-        row.sparsity = layer.sparsity();
-        row.activation_sparsity =
-            spmspv ? 1.0 - static_cast<double>(subject.indices.size()) / static_cast<double>(k) : 0.0;
-        row.us_p50 = Percentile(timings.own, 0.5);
-        row.us_p10 = Percentile(timings.own, 0.1);
-        row.us_p90 = Percentile(timings.own, 0.9);
-        row.bytes = subject.info.bytes;
-        row.gbps = static_cast<double>(row.bytes) / row.us_p50 / 1e3;
-        row.ceiling_pct = 100 * row.gbps / ReadCeilingGbps(DefaultThreadPool());
-        row.dense_us = Percentile(timings.dense, 0.5);
-        row.packed_share = static_cast<double>(layer.bytes().total()) / static_cast<double>(layer.dense_bytes());
-        if (spmspv) row.spmv_us = Percentile(timings.spmv, 0.5);
-        emit(row);
+    for (const DType x_dtype : options.x_dtypes) {
+      SPMMD_ASSIGN_OR_RETURN(const DenseMatrix x, RandomTokens(x_dtype, n, k, options.seed + 1));
+      SPMMD_ASSIGN_OR_RETURN(DenseBaseline dense, DenseBaseline::Create(weights.view(), x.view()));
+      for (const double zeros : x_sparsity) {
+        for (size_t i = 0; i < subjects.size(); ++i) {
+          Subject& subject = subjects[i];
+          subject.x = x;
+          SPMMD_ASSIGN_OR_RETURN(subject.y, DenseMatrix::Create(DType::kF32, n, m));
+          RandomSparseVector(k, zeros, options.seed + 2, &subject.indices, &subject.values);
+          RoundTo(x_dtype, subject.values);
+          Row row;
+          SPMMD_ASSIGN_OR_RETURN(row.rel_error, RelativeError(weights.view(), spmspv, subject));
+          Timings timings;
+          SPMMD_RETURN_IF_ERROR(TakeTurns(options, spmspv, subject, dense, &timings));
+          const PackedLayer& layer = subject.layers[0];
+          row.op = options.op;
+          row.format = std::string(Name(layer.format));
+          row.kernel = std::string(subject.info.kernel);
+          row.dtype = std::string(Name(layer.dtype));
+          row.x_dtype = std::string(Name(x_dtype));
+          row.m = m;
+          row.k = k;
+          row.n = n;
+          row.sparsity = layer.sparsity();
+          row.activation_sparsity =
+              spmspv ? 1.0 - static_cast<double>(subject.indices.size()) / static_cast<double>(k) : 0.0;
+          row.us_p50 = Percentile(timings.own, 0.5);
+          row.us_p10 = Percentile(timings.own, 0.1);
+          row.us_p90 = Percentile(timings.own, 0.9);
+          row.bytes = subject.info.bytes;
+          row.gbps = static_cast<double>(row.bytes) / row.us_p50 / 1e3;
+          row.ceiling_gbps = ReadCeilingGbps(DefaultThreadPool());
+          row.ceiling_pct = 100 * row.gbps / row.ceiling_gbps;
+          row.dense_us = Percentile(timings.dense, 0.5);
+          row.packed_share = static_cast<double>(layer.bytes().total()) / static_cast<double>(layer.dense_bytes());
+          if (spmspv) row.own_spmv_us = Percentile(timings.spmv, 0.5);
+          emit(row);
+        }
       }
     }
   }
@@ -281,8 +294,7 @@ std::vector<std::string> CpuNotes() {
                    " threads, fastest of sgemv, sgemm and sgemm giving the transpose"),
       absl::StrFormat("read ceiling: %.1f GB/s at the start, measured again for every row",
                       ReadCeilingGbps(DefaultThreadPool())),
-      "medians of calls that alternate with the baseline's, weights rotated over more than the last-level cache; x and "
-      "y "
+      "medians of calls that alternate with the baseline's, weights rotated over more than the last-level cache; y "
       "fp32",
   };
 }

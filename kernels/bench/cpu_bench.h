@@ -21,6 +21,7 @@ namespace spmmd::bench {
 struct BenchOptions {
   std::string op = "spmm";  // spmm, spmv, spmspv
   DType dtype = DType::kF16;
+  std::vector<DType> x_dtypes;  // CPU only; y is fp32
   Mask mask;
   std::vector<Format> formats;
   std::vector<std::pair<int64_t, int64_t>> shapes;  // M, K

@@ -307,7 +307,7 @@ class Bench {
       row.op = "spmm";
       row.format = contender.format;
       row.kernel = contender.kernel;
-      row.dtype = std::string(Name(options_.dtype));
+      row.dtype = row.x_dtype = std::string(Name(options_.dtype));
       row.m = w.rows;
       row.k = w.cols;
       row.n = x.rows;
@@ -317,7 +317,8 @@ class Bench {
       row.us_p90 = times.p90;
       row.bytes = static_cast<int64_t>(contender.layer->bytes) + x.rows * (w.rows + w.cols) * 2;
       row.gbps = static_cast<double>(row.bytes) / times.p50 * 1e-3;
-      row.ceiling_pct = row.gbps * 1e9 / ceiling_ * 100;
+      row.ceiling_gbps = ceiling_ / 1e9;
+      row.ceiling_pct = row.gbps / row.ceiling_gbps * 100;
       row.dense_us = dense_us;
       row.rel_error = error;
       row.packed_share = static_cast<double>(contender.layer->bytes) / static_cast<double>(dense.bytes);

@@ -28,9 +28,12 @@ struct Row {
   double ceiling_pct = 0;  // gbps in percent of the read bandwidth measured in the same run
   double dense_us = 0;     // median of the dense baseline, measured turn by turn with the row's own calls
   double rel_error = 0;    // max |y - ref| / sum|w||x| against double precision
+  // Behind the contract's columns.
+  std::string x_dtype;      // what x came as; which kernel runs can depend on it
+  double ceiling_gbps = 0;  // the read bandwidth that ceiling_pct refers to
+  double own_spmv_us = 0;   // spmspv only: our own SpMV on the same layer, turn by turn
   // Not in the CSV.
   double packed_share = 0;  // packed bytes / bytes of the dense matrix in the same dtype
-  double spmv_us = 0;       // spmspv only: our own SpMV on the same layer, turn by turn
 };
 
 std::string CsvHeader();

@@ -27,6 +27,7 @@ struct Flags {
   std::string dtype = "fp16";
   double skew_sigma = 1.0;
   int threads = 0;
+  std::vector<std::string> x_dtypes;
   std::vector<std::string> formats;
   std::vector<std::string> shapes;
   std::string csv;
@@ -50,9 +51,18 @@ absl::StatusOr<std::pair<int64_t, int64_t>> ParseShape(const std::string& text) 
   return absl::InvalidArgumentError(absl::StrCat("shapes: '", text, "' is not MxK"));
 }
 
+DType DTypeOf(const std::string& name) {
+  return name == "fp16" ? DType::kF16 : name == "bf16" ? DType::kBf16 : DType::kF32;
+}
+
 absl::Status Complete(Flags& flags) {
   BenchOptions& bench = flags.bench;
-  bench.dtype = flags.dtype == "fp16" ? DType::kF16 : flags.dtype == "bf16" ? DType::kBf16 : DType::kF32;
+  bench.dtype = DTypeOf(flags.dtype);
+  for (const std::string& name : flags.x_dtypes) bench.x_dtypes.push_back(DTypeOf(name));
+  if (bench.x_dtypes.empty()) {
+    bench.x_dtypes = {DType::kF32};
+    if (bench.dtype == DType::kBf16) bench.x_dtypes.push_back(DType::kBf16);  // a path of its own
+  }
   bench.mask.sigma = flags.mask == "skewed" ? flags.skew_sigma : 0.0;
   bench.mask.two_four = flags.mask == "2:4";
   for (const std::string& text : flags.shapes) {
@@ -98,6 +108,10 @@ int Main(int argc, char** argv) {
   app.add_option("--dtype", flags.dtype, "stored weights: fp16, bf16 or fp32")
       ->check(CLI::IsMember({"fp16", "bf16", "fp32"}))
       ->capture_default_str();
+  app.add_option("--x-dtype", flags.x_dtypes,
+                 "cpu: what x comes as; by default fp32, and bf16 too when the weights are")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"fp16", "bf16", "fp32"}));
   app.add_option("--mask", flags.mask, "uniform, skewed (log-normal column scales in the pruning score) or 2:4")
       ->check(CLI::IsMember({"uniform", "skewed", "2:4"}))
       ->capture_default_str();
