@@ -30,7 +30,8 @@ struct Client::State {
       : connection(std::move(to)),
         catalog(v1::LayerCatalog::NewStub(connection->channel())),
         matmul(v1::SparseMatmul::NewStub(connection->channel())),
-        health(::grpc::health::v1::Health::NewStub(connection->channel())) {}
+        health(::grpc::health::v1::Health::NewStub(connection->channel())),
+        shared(connection, matmul.get()) {}
 
   // One unary call of any of the services.
   template <typename Stub, typename Request, typename Response>
@@ -67,6 +68,7 @@ struct Client::State {
   std::unique_ptr<v1::LayerCatalog::Stub> catalog;
   std::unique_ptr<v1::SparseMatmul::Stub> matmul;
   std::unique_ptr<::grpc::health::v1::Health::Stub> health;
+  SharedMemory shared;
 };
 
 Client::Client(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -241,6 +243,14 @@ absl::StatusOr<std::unique_ptr<Stream>> Client::OpenStream(const CallOptions& ca
     return status;
   }
   return std::unique_ptr<Stream>(new Stream(*state_->matmul, std::move(context)));
+}
+
+absl::StatusOr<std::unique_ptr<SharedRegion>> Client::CreateRegion(uint64_t bytes, const CallOptions& call) {
+  return state_->shared.Create(bytes, call);
+}
+
+absl::StatusOr<std::unique_ptr<Ring>> Client::OpenRing(const RingOptions& options, const CallOptions& call) {
+  return Ring::Open(&state_->shared, options, call);
 }
 
 absl::StatusOr<v1::ServerInfoResponse> Client::ServerInfo(const CallOptions& call) {

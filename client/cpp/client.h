@@ -29,6 +29,8 @@
 #include "client/cpp/layer_content.h"
 #include "client/cpp/options.h"
 #include "client/cpp/program.h"
+#include "client/cpp/ring.h"
+#include "client/cpp/shared_memory.h"
 #include "client/cpp/status.h"
 #include "client/cpp/stream.h"
 #include "client/cpp/tensor.h"
@@ -132,6 +134,14 @@ class Client {
 
   // The timeout counts for the whole stream; none by default. The stream must not outlive the client.
   absl::StatusOr<std::unique_ptr<Stream>> OpenStream(const CallOptions& call = {});
+
+  // --- Shared memory, for clients on the server's host.
+
+  // A region of `bytes` that requests may name instead of carrying bytes. FAILED_PRECONDITION when the server does not
+  // allow it or is on another host; NOT_FOUND when it sees another /dev/shm (a container).
+  absl::StatusOr<std::unique_ptr<SharedRegion>> CreateRegion(uint64_t bytes, const CallOptions& call = {});
+  // A ring, in a region of its own, for registered programs.
+  absl::StatusOr<std::unique_ptr<Ring>> OpenRing(const RingOptions& options, const CallOptions& call = {});
 
   // --- Server.
 

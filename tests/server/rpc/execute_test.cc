@@ -250,18 +250,6 @@ TEST_F(ExecuteTest, MessagesAboveTheLimitNameBothSizes) {
   EXPECT_TRUE(server.Execute(MatmulRequest("w", RandomVector(kK, 6), 1, kK), &response).ok());
 }
 
-TEST_F(ExecuteTest, WhatIsNotImplementedSaysSo) {
-  grpc::ClientContext context;
-  pb::OpenRingResponse ring;
-  const Failure failure = Explain(server_.matmul().OpenRing(&context, {}, &ring));
-  EXPECT_EQ(failure.code, grpc::StatusCode::UNIMPLEMENTED);
-  EXPECT_THAT(failure.message, HasSubstr("OpenRing"));
-  grpc::ClientContext region_context;
-  pb::RegisterRegionResponse region;
-  EXPECT_THAT(Explain(server_.matmul().RegisterRegion(&region_context, {}, &region)).message,
-              HasSubstr("RegisterRegion"));
-}
-
 TEST_F(ExecuteTest, ServerInfoTellsTheLimitsInForce) {
   grpc::ClientContext context;
   pb::ServerInfoResponse info;
