@@ -228,7 +228,8 @@ absl::Status App::StartMetricsEndpoint() {
   }
   auto endpoint = HttpEndpoint::Start(options_.metrics_listen, std::move(collectables));
   if (!endpoint.ok()) {
-    return absl::UnavailableError(absl::StrCat("--metrics-listen: ", ExplainBindFailure(options_.metrics_listen)));
+    return absl::UnavailableError(absl::StrCat("--metrics-listen: ", ExplainBindFailure(options_.metrics_listen),
+                                               "; give another address, or '' for no metrics endpoint"));
   }
   metrics_endpoint_ = *std::move(endpoint);
   metrics_address_ = WithPort(options_.metrics_listen, metrics_endpoint_->port());
