@@ -114,7 +114,8 @@ absl::Status App::Init() {
   rpc_.revision = Revision();
   rpc_.backend = backend_;
   SPMMD_RETURN_IF_ERROR(StartMetricsEndpoint());
-  SPMMD_ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start(options_, &rpc_));
+  oip_ = std::make_unique<OipService>(&rpc_);
+  SPMMD_ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start(options_, &rpc_, {{"inference.GRPCInferenceService", oip_.get()}}));
   WatchDevices();
   return absl::OkStatus();
 }

@@ -21,6 +21,7 @@
 #include "server/rpc/blocking_runner.h"
 #include "server/rpc/connections.h"
 #include "server/rpc/context.h"
+#include "server/oip/service.h"
 #include "server/rpc/server.h"
 #include "server/shm/region.h"
 
@@ -79,6 +80,7 @@ class App {
   std::unique_ptr<RegionPool> regions_;
   std::unique_ptr<Connections> connections_;
   RpcContext rpc_;
+  std::unique_ptr<OipService> oip_;
   std::unique_ptr<RpcServer> rpc_server_;
   std::unique_ptr<HttpEndpoint> metrics_endpoint_;
   std::string metrics_address_ = "off";

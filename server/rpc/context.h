@@ -57,6 +57,8 @@ struct RpcContext {
   std::string backend;
 
   std::atomic<ServingState> state{ServingState::kStarting};
+  // What grpc.health.v1 says of the whole server.
+  std::atomic<bool> healthy{false};
   std::atomic<int> uploads{0};
   std::atomic<int> blocking_calls{0};
   std::atomic<int> rings{0};

@@ -79,11 +79,13 @@ void AddConnectionArguments(const Options& options, grpc::ServerBuilder* builder
 
 }  // namespace
 
-RpcServer::RpcServer(RpcContext* rpc) : rpc_(rpc), matmul_(rpc), catalog_(rpc) {}
+RpcServer::RpcServer(RpcContext* rpc, std::vector<Service> services)
+    : rpc_(rpc), matmul_(rpc), catalog_(rpc), services_(std::move(services)) {}
 
-absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const Options& options, RpcContext* rpc) {
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const Options& options, RpcContext* rpc,
+                                                            std::vector<Service> services) {
   grpc::EnableDefaultHealthCheckService(true);
-  std::unique_ptr<RpcServer> server(new RpcServer(rpc));
+  std::unique_ptr<RpcServer> server(new RpcServer(rpc, std::move(services)));
   if (!options.health_listen.empty()) SPMMD_RETURN_IF_ERROR(server->ListenHealth(options.health_listen));
   SPMMD_RETURN_IF_ERROR(server->Listen(options));
   server->SetHealth(false);
@@ -105,6 +107,7 @@ absl::Status RpcServer::Listen(const Options& options) {
   builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, options.channelz ? 1 : 0);
   builder.RegisterService(&matmul_);
   builder.RegisterService(&catalog_);
+  for (const Service& service : services_) builder.RegisterService(service.service);
 
   std::vector<int> ports(options.listen.size(), 0);
   for (size_t i = 0; i < options.listen.size(); ++i) {
@@ -146,11 +149,13 @@ absl::Status RpcServer::ListenHealth(const std::string& address) {
 }
 
 void RpcServer::SetHealth(bool serving) {
+  rpc_->healthy.store(serving);
   for (const auto* server : {server_.get(), health_server_.get()}) {
     if (server == nullptr) continue;
     grpc::HealthCheckServiceInterface* health = server->GetHealthCheckService();
     // Names of their own as well as the whole server: clients watch the service that they call.
     for (const char* name : kServiceNames) health->SetServingStatus(name, serving);
+    for (const Service& service : services_) health->SetServingStatus(service.name, serving);
     health->SetServingStatus(serving);
   }
 }

@@ -19,9 +19,16 @@ namespace spmmd::server {
 
 class RpcServer {
  public:
+  // A service beside those of this folder, by its full name. Outlives the server.
+  struct Service {
+    std::string name;
+    grpc::Service* service;
+  };
+
   // Listens; health says NOT_SERVING until SetServing. `rpc` must outlive the server. UNAVAILABLE naming the endpoint
   // and the system's reason when it cannot listen; the errors of MakeTlsCredentials.
-  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const Options& options, RpcContext* rpc);
+  static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const Options& options, RpcContext* rpc,
+                                                          std::vector<Service> services = {});
   // Ends what Drain has not: cancels everything.
   ~RpcServer();
   RpcServer(const RpcServer&) = delete;
@@ -40,7 +47,7 @@ class RpcServer {
   bool Drain(absl::Duration timeout);
 
  private:
-  explicit RpcServer(RpcContext* rpc);
+  RpcServer(RpcContext* rpc, std::vector<Service> services);
   absl::Status Listen(const Options& options);
   absl::Status ListenHealth(const std::string& address);
   void SetHealth(bool serving);
@@ -48,6 +55,7 @@ class RpcServer {
   RpcContext* const rpc_;
   SparseMatmulService matmul_;
   LayerCatalogService catalog_;
+  const std::vector<Service> services_;
   std::unique_ptr<grpc::Server> server_;
   grpc::CallbackGenericService health_only_;  // answers UNIMPLEMENTED; gRPC needs some service beside health
   std::unique_ptr<grpc::Server> health_server_;

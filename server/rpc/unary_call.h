@@ -58,6 +58,7 @@ class UnaryCall : public grpc::ServerUnaryReactor {
   void OnDone() override { delete this; }
 
   const Request& request() const { return request_; }
+  Request* mutable_request() { return &request_; }
   Response* response() { return &response_; }
   CallScope& scope() { return scope_; }
 
