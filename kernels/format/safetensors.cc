@@ -288,6 +288,14 @@ std::vector<std::string> SafetensorsCheckpoint::TensorNames() const {
   return names;
 }
 
+std::vector<std::string> SafetensorsCheckpoint::ShardPaths() const {
+  std::set<std::string> paths;
+  for (const auto& [name, path] : shard_of_) {
+    if (!path.empty()) paths.insert(path);
+  }
+  return {paths.begin(), paths.end()};
+}
+
 bool SafetensorsCheckpoint::Contains(absl::string_view name) const { return shard_of_.find(name) != shard_of_.end(); }
 
 absl::StatusOr<SafetensorsTensor> SafetensorsCheckpoint::Find(absl::string_view name) {

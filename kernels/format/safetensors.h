@@ -62,6 +62,8 @@ class SafetensorsCheckpoint {
   // Names in ascending order.
   std::vector<std::string> TensorNames() const;
   bool Contains(absl::string_view name) const;
+  // The shards that an index names, in ascending order; nothing for a single file.
+  std::vector<std::string> ShardPaths() const;
   // NOT_FOUND when unknown (the message lists close names); INVALID_ARGUMENT when the index names a shard without it.
   absl::StatusOr<SafetensorsTensor> Find(absl::string_view name);
   // A tensor of dtype F16, BF16 or F32 as a matrix: two dimensions as they are, one dimension as one row.

@@ -70,8 +70,12 @@ LayerCatalog::LayerCatalog(Options options, std::vector<Device*> devices, Metric
     : options_(std::move(options)),
       devices_(std::move(devices)),
       metrics_(metrics),
-      cache_(options_.cache_dir.empty() ? nullptr : std::make_unique<PackedCache>(options_.cache_dir)),
-      host_budget_("host memory for registrations", reason::kHostMemory, UploadLimit(options_)) {
+      cache_(options_.cache_dir.empty()
+                 ? nullptr
+                 : std::make_unique<PackedCache>(options_.cache_dir, options_.cache_limit_bytes, metrics)),
+      host_budget_("host memory for registrations", reason::kHostMemory, UploadLimit(options_)),
+      resumable_(options_.upload_resume_timeout, &host_budget_),
+      residency_(options_.residency, devices_, cache_.get(), metrics) {
   metrics_->SetSource(Metrics::Gauge::kUploadBytes, [this] { return host_budget_.used(); });
 }
 
@@ -180,7 +184,7 @@ absl::Status LayerCatalog::Unregister(const pb::UnregisterLayerRequest& request,
   // Content shared with other layers stays; what goes away is known once all its users among the removed ones are gone.
   absl::flat_hash_map<std::string, std::pair<std::weak_ptr<const LayerContent>, uint64_t>> contents;
   for (std::shared_ptr<const ServedLayer>& layer : removed) {
-    contents[layer->content().key] = {layer->shared_content(), layer->content().resident_bytes()};
+    contents[layer->content().key] = {layer->shared_content(), layer->content().residence.bytes()};
     const std::shared_ptr<absl::Notification> freed = layer->freed();
     layer.reset();
     freed->WaitForNotification();
@@ -204,7 +208,16 @@ absl::Status LayerCatalog::Unregister(const pb::UnregisterLayerRequest& request,
 absl::Status LayerCatalog::Pin(const pb::PinLayerRequest& request, pb::PinLayerResponse* response) {
   SPMMD_RETURN_IF_ERROR(CheckRef(request.layer()));
   SPMMD_ASSIGN_OR_RETURN(const auto layer, Find(request.layer().name(), request.layer().version()));
+  const bool was_pinned = layer->pinned();
+  // Before it is loaded, so that nothing evicts it in between.
   layer->set_pinned(request.pinned());
+  if (request.pinned()) {
+    const absl::Status loaded = residency_.Load(layer->content(), [] { return absl::OkStatus(); }).status();
+    if (!loaded.ok()) {
+      layer->set_pinned(was_pinned);
+      return loaded;
+    }
+  }
   layer->Describe(/*full=*/true, response->mutable_layer());
   return absl::OkStatus();
 }
@@ -234,9 +247,15 @@ absl::StatusOr<std::vector<Device*>> LayerCatalog::DevicesFor(pb::Placement plac
 }
 
 LayerCatalog::Lookup LayerCatalog::JoinOrLead(const std::string& key) {
+  std::shared_ptr<const LayerContent> lost;  // freed without the lock
   absl::MutexLock lock(&mutex_);
   Lookup result;
   if (const auto entry = contents_.find(key); entry != contents_.end()) result.content = entry->second.lock();
+  // One whose bytes are lost is to be brought again.
+  if (result.content != nullptr && result.content->residence.state() == pb::LAYER_STATE_FAILED) {
+    lost = std::move(result.content);
+    result.content = nullptr;
+  }
   if (result.content != nullptr) return result;
   std::shared_ptr<Conversion>& conversion = conversions_[key];
   if (conversion == nullptr) {

@@ -27,6 +27,8 @@
 #include "server/catalog/file_source.h"
 #include "server/catalog/layer.h"
 #include "server/catalog/packed_cache.h"
+#include "server/catalog/residency.h"
+#include "server/catalog/resumable_uploads.h"
 #include "server/device/device.h"
 #include "server/metrics/metrics.h"
 #include "server/pb.h"
@@ -48,10 +50,15 @@ class LayerCatalog {
     // Which of how many shards this server is: layers of others are refused (FAILED_PRECONDITION naming their shard).
     int shard_index = 0;
     int shard_count = 1;
+    // How long what an upload that was cut off had received is kept; zero: not at all.
+    absl::Duration upload_resume_timeout = absl::ZeroDuration();
     // Layers, all versions counted. A tiny layer costs the host more than the device bytes that its budget counts.
     int64_t max_layers = 100'000;
-    // Where packed layers are kept for the next start; empty: nowhere. The directory exists.
+    // Where packed layers are kept for the next start, and evicted ones; empty: nowhere. The directory exists.
     std::string cache_dir = "";
+    // Of all files there; 0: no limit.
+    uint64_t cache_limit_bytes = 0;
+    Residency::Options residency;
   };
 
   // At least one device. Devices and metrics must outlive the catalog; every Upload must be gone before it.
@@ -62,11 +69,12 @@ class LayerCatalog {
 
   // FAILED_PRECONDITION naming the shard that holds the layer when it is not this server's.
   absl::Status CheckShard(absl::string_view name) const;
-  // Starts a registration. Field paths in errors start with "spec.". Does not block and allocates nothing before every
-  // check has passed. A file source is opened and its header read here.
+  // Starts a registration. Field paths in errors start with "spec.". Allocates nothing before every check has passed.
+  // Blocks while layers are evicted to make room; a file source is opened and its header read here.
   absl::StatusOr<std::shared_ptr<Upload>> Begin(const pb::LayerSpec& spec);
 
-  // A lease: the layer stays in memory as long as it is held. Version 0 is the newest. NOT_FOUND naming the layer.
+  // A lease: the layer stays registered as long as it is held, and in memory as long as its Residence::Use() is.
+  // Version 0 is the newest. NOT_FOUND naming the layer.
   absl::StatusOr<std::shared_ptr<const ServedLayer>> Find(absl::string_view name, int64_t version) const;
   // Changes whenever Find() could answer differently.
   uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
@@ -76,7 +84,9 @@ class LayerCatalog {
   // Removes the layer from view at once, then blocks until the requests in flight on it have ended and its memory is
   // free.
   absl::Status Unregister(const pb::UnregisterLayerRequest& request, pb::UnregisterLayerResponse* response);
+  // Pinning brings the layer to its devices first; blocks.
   absl::Status Pin(const pb::PinLayerRequest& request, pb::PinLayerResponse* response);
+  Residency& residency() { return residency_; }
 
   const std::vector<Device*>& devices() const { return devices_; }
   const Options& options() const { return options_; }
@@ -124,6 +134,8 @@ class LayerCatalog {
   Metrics* const metrics_;
   const std::unique_ptr<PackedCache> cache_;  // null without a cache directory
   MemoryBudget host_budget_;
+  ResumableUploads resumable_;
+  Residency residency_;
   std::atomic<uint64_t> generation_{1};
 
   mutable absl::Mutex mutex_;
@@ -171,14 +183,27 @@ class Upload {
   absl::StatusOr<std::shared_ptr<const LayerContent>> Resolve();
   // Parts are what devices hold: the whole matrix, or each device's rows of a sharded layer.
   int64_t PartCount() const;
+  PackedCache::Key CacheKey(int64_t part) const;
+  // The cache has a file of every part.
+  bool IsCached() const;
   // All parts from the packed cache, or none.
-  std::vector<PackedLayer> CachedParts(std::string* format_reason) const;
+  std::vector<StoredLayer> CachedParts(std::string* format_reason) const;
   // Converts, prunes and packs the content.
-  absl::StatusOr<std::vector<PackedLayer>> PackParts(std::string* format_reason);
-  absl::Status LoadParts(std::vector<PackedLayer> parts, const std::vector<float>& bias, LayerContent* content);
-  // Checks, prunes, packs and loads the content that has arrived.
+  absl::StatusOr<std::vector<StoredLayer>> PackParts(const std::vector<float>& bias, std::string* format_reason);
+  absl::StatusOr<ResidentCopies> LoadParts(std::vector<StoredLayer> parts, LayerContent* content);
+  // Checks, prunes, packs and loads the content that has arrived; takes the packed parts from the cache if they are
+  // there.
   absl::StatusOr<std::shared_ptr<const LayerContent>> Convert(const std::string& xxh3);
+  // Loads packed parts.
+  absl::StatusOr<std::shared_ptr<const LayerContent>> MakeContent(const std::string& xxh3,
+                                                                  std::vector<StoredLayer> parts,
+                                                                  std::string format_reason, const char* source,
+                                                                  absl::Duration took);
+  // What the cache has of a content that has not been sent; null when it turns out to be damaged.
+  absl::StatusOr<std::shared_ptr<const LayerContent>> FromCache();
   absl::Status ReadFile();
+  // Keeps what has arrived for another try, if the content has a name by which it can be found.
+  void KeepForResumption();
   absl::Status CheckCancelled() const;
   // Ends the conversion that this upload leads, if it leads one.
   void EndLead(absl::StatusOr<std::shared_ptr<const LayerContent>> result);
@@ -193,10 +218,12 @@ class Upload {
   MemoryBudget::Reservation host_memory_;
   std::vector<MemoryBudget::Reservation> device_memory_;  // by devices_
   std::string key_;                                       // once the hash is known
+  std::string xxh3_;                                      // that hash, where it is known before the content
   std::shared_ptr<const LayerContent> ready_;
   std::shared_ptr<LayerCatalog::Conversion> conversion_;
   bool leads_ = false;
   bool verified_ = false;  // the content has the hash of `key_`
+  bool resumed_ = false;   // some of the content came with an earlier upload
   std::atomic<uint64_t> received_{0};
   std::atomic<pb::LayerState> state_{pb::LAYER_STATE_UNSPECIFIED};
   std::atomic<bool> cancelled_{false};

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/string_view.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/format/import.h"
 #include "server/catalog/types.h"
@@ -45,7 +46,15 @@ absl::Status Content::Allocate(Part* part) {
   return absl::OkStatus();
 }
 
-absl::Status Content::Append(const pb::ContentChunk& chunk, uint64_t max_chunk_bytes) {
+std::vector<PartSize> Content::ReceivedParts() const {
+  std::vector<PartSize> received;
+  for (const Part& part : parts_) {
+    if (part.received > 0) received.push_back({part.id, part.received});
+  }
+  return received;
+}
+
+absl::Status Content::Append(const pb::ContentChunk& chunk, uint64_t max_chunk_bytes, bool resumed) {
   const auto part = std::find_if(parts_.begin(), parts_.end(), [&](const Part& p) { return p.id == chunk.part(); });
   if (part == parts_.end()) {
     return FieldError("chunk.part", pb::ContentPart_IsValid(chunk.part())
@@ -55,21 +64,29 @@ absl::Status Content::Append(const pb::ContentChunk& chunk, uint64_t max_chunk_b
   if (chunk.data().size() > max_chunk_bytes) {
     return FieldError("chunk.data", absl::StrCat(chunk.data().size(), " bytes, the limit is ", max_chunk_bytes));
   }
-  if (chunk.offset() != part->received) {
+  absl::string_view data = chunk.data();
+  uint64_t offset = chunk.offset();
+  if (resumed && offset < part->received) {
+    const uint64_t known = std::min<uint64_t>(part->received - offset, data.size());
+    data.remove_prefix(known);
+    offset += known;
+    if (data.empty()) return absl::OkStatus();
+  }
+  if (offset != part->received) {
     return FieldError("chunk.offset", absl::StrCat(chunk.offset(), ", but ", part->received, " bytes of ",
                                                    PartName(part->id), " have been received"));
   }
   const uint64_t left = part->bytes - part->received;
-  if (chunk.data().size() > left) {
+  if (data.size() > left) {
     return FieldError("chunk.data",
                       absl::StrCat(chunk.data().size(), " bytes at offset ", chunk.offset(), " go past the end of ",
                                    PartName(part->id), ": expected ", part->bytes, " bytes in all"));
   }
-  if (chunk.data().empty()) return absl::OkStatus();
+  if (data.empty()) return absl::OkStatus();
   if (part->data == nullptr) SPMMD_RETURN_IF_ERROR(Allocate(&*part));
-  std::memcpy(part->data + part->received, chunk.data().data(), chunk.data().size());
-  part->received += chunk.data().size();
-  received_ += chunk.data().size();
+  std::memcpy(part->data + part->received, data.data(), data.size());
+  part->received += data.size();
+  received_ += data.size();
   AdvanceHash();
   return absl::OkStatus();
 }

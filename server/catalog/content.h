@@ -30,8 +30,11 @@ class Content {
   uint64_t bytes() const { return bytes_; }
   uint64_t received() const { return received_; }
 
-  // As Upload::Append. RESOURCE_EXHAUSTED when the host has no memory for the part.
-  absl::Status Append(const pb::ContentChunk& chunk, uint64_t max_chunk_bytes);
+  // As Upload::Append. RESOURCE_EXHAUSTED when the host has no memory for the part. Of a content that was `resumed`,
+  // bytes that are here already may come again, and are passed over.
+  absl::Status Append(const pb::ContentChunk& chunk, uint64_t max_chunk_bytes, bool resumed = false);
+  // Of every part of which there are bytes, in hash order.
+  std::vector<PartSize> ReceivedParts() const;
   // In place of Append: everything at once, from a file. `bias` is empty or has M values.
   absl::Status SetDense(DenseMatrix weights, const std::vector<float>& bias);
 

@@ -1,5 +1,7 @@
 #include "server/catalog/file_source.h"
 
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -106,7 +108,26 @@ absl::StatusOr<std::unique_ptr<FileSource>> FileSource::Open(const std::string& 
     opened = source->OpenSafetensors(spec);
   }
   if (!opened.ok()) return opened;
+  source->Identify();
   return source;
+}
+
+void FileSource::Identify() {
+  // One line a field: neither names in a file nor paths that a spec can give have line breaks that could fake one,
+  // because their lengths stand before them.
+  identity_ = absl::StrCat(tensor_.size(), " ", tensor_, "\n", bias_tensor_.size(), " ", bias_tensor_, "\n");
+  std::vector<std::string> paths = {path_};
+  if (checkpoint_.has_value()) {
+    for (std::string& shard : checkpoint_->ShardPaths()) paths.push_back(std::move(shard));
+  }
+  for (const std::string& path : paths) {
+    struct stat info = {};
+    // A shard that is not there is no tensor's of this source.
+    if (stat(path.c_str(), &info) != 0) continue;
+    absl::StrAppend(&identity_, path.size(), " ", path, " ", info.st_dev, " ", info.st_ino, " ", info.st_size, " ",
+                    info.st_mtim.tv_sec, ".", info.st_mtim.tv_nsec, " ", info.st_ctim.tv_sec, ".", info.st_ctim.tv_nsec,
+                    "\n");
+  }
 }
 
 absl::Status FileSource::OpenSafetensors(pb::LayerSpec* spec) {

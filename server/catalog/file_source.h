@@ -26,12 +26,16 @@ class FileSource {
   // without a repository, NOT_FOUND, INVALID_ARGUMENT ("spec.file.path", "spec.file.tensor", "spec.m", ...).
   static absl::StatusOr<std::unique_ptr<FileSource>> Open(const std::string& repository, pb::LayerSpec* spec);
 
+  // Tells this source, as its files are now, from others and from what they were: paths, sizes, times of change, tensor
+  // names. As the file system had it when the source was opened.
+  const std::string& Identity() const { return identity_; }
   absl::StatusOr<DenseMatrix> ReadWeights();
   // Empty when the spec names no bias; converted to fp32.
   absl::StatusOr<std::vector<float>> ReadBias();
 
  private:
   FileSource() = default;
+  void Identify();
   absl::Status OpenSafetensors(pb::LayerSpec* spec);
   absl::Status OpenNpy(pb::LayerSpec* spec);
   absl::Status OpenPacked(pb::LayerSpec* spec);
@@ -42,6 +46,7 @@ class FileSource {
   std::string path_;        // absolute
   std::string tensor_;
   std::string bias_tensor_;
+  std::string identity_;
   std::optional<SafetensorsCheckpoint> checkpoint_;
   std::optional<LayerFile> packed_;  // with neither: .npy
 };

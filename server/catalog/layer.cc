@@ -14,17 +14,15 @@ int64_t DenseBytes(const LayerContent& content) {
 
 }  // namespace
 
-const ResidentLayer* LayerContent::On(const Device* device) const {
-  for (const Copy& copy : copies) {
-    if (copy.device == device) return copy.resident.get();
-  }
-  return nullptr;
+LayerContent::~LayerContent() {
+  if (residency != nullptr) residency->Remove(this);
 }
 
-uint64_t LayerContent::resident_bytes() const {
-  uint64_t bytes = 0;
-  for (const Copy& copy : copies) bytes += copy.resident->bytes();
-  return bytes;
+const ResidentLayer* LayerContent::On(const ResidentCopies& resident, const Device* device) const {
+  for (size_t i = 0; i < copies.size(); ++i) {
+    if (copies[i].device == device) return resident.layers[i].get();
+  }
+  return nullptr;
 }
 
 ServedLayer::ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared_ptr<const LayerContent> content,
@@ -38,19 +36,25 @@ ServedLayer::ServedLayer(const pb::LayerSpec& spec, int64_t version, std::shared
       created_(created),
       metrics_(metrics),
       content_(std::move(content)),
-      pinned_(spec.pin()),
+      pinned_(false),
       freed_(std::make_shared<absl::Notification>()) {
-  metrics_->LayerStateChanged(pb::LAYER_STATE_UNSPECIFIED, pb::LAYER_STATE_READY);
+  set_pinned(spec.pin());
+  content_->residence.AddServed(1, metrics_);
   metrics_->AddLayerBytes(name_, std::string(Name(content_->format)), static_cast<int64_t>(content_->bytes));
   metrics_->AddLayerDenseBytes(std::string(Name(content_->format)), DenseBytes(*content_));
 }
 
 ServedLayer::~ServedLayer() {
-  metrics_->LayerStateChanged(pb::LAYER_STATE_READY, pb::LAYER_STATE_UNSPECIFIED);
+  content_->residence.AddServed(-1, metrics_);
+  set_pinned(false);
   metrics_->AddLayerBytes(name_, std::string(Name(content_->format)), -static_cast<int64_t>(content_->bytes));
   metrics_->AddLayerDenseBytes(std::string(Name(content_->format)), -DenseBytes(*content_));
   content_.reset();
   freed_->Notify();
+}
+
+void ServedLayer::set_pinned(bool pinned) const {
+  if (pinned_.exchange(pinned) != pinned) content_->residence.AddPin(pinned ? 1 : -1);
 }
 
 void ServedLayer::SetSpeeds(std::vector<pb::LayerSpeed> speeds) const {
@@ -67,7 +71,8 @@ void ServedLayer::Describe(bool full, pb::Layer* out) const {
   out->set_dtype(ToProto(content.dtype));
   out->set_nnz(content.nnz);
   out->set_sparsity(1.0 - static_cast<double>(content.nnz) / static_cast<double>(content.m * content.k));
-  out->set_state(pb::LAYER_STATE_READY);
+  out->set_state(content.residence.state());
+  out->set_error(content.residence.error());
   out->set_format(ToProto(content.format));
   out->set_format_reason(content.format_reason);
   out->set_bytes(content.bytes);
@@ -81,7 +86,7 @@ void ServedLayer::Describe(bool full, pb::Layer* out) const {
     residency.set_device(copy.device->id());
     residency.set_row_begin(copy.row_begin);
     residency.set_row_end(copy.row_end);
-    residency.set_bytes(copy.resident->bytes());
+    residency.set_bytes(out->state() == pb::LAYER_STATE_READY ? copy.bytes : 0);
   }
   out->set_pinned(pinned());
   out->set_content_xxh3(content.xxh3);

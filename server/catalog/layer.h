@@ -1,4 +1,4 @@
-// A registered layer: a name and a version over content that is resident on devices. Immutable once it is served.
+// A registered layer: a name and a version over content that is on devices, or was evicted from them.
 #ifndef SPMMD_SERVER_CATALOG_LAYER_H_
 #define SPMMD_SERVER_CATALOG_LAYER_H_
 
@@ -13,6 +13,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "server/catalog/residency.h"
 #include "server/device/device.h"
 #include "server/metrics/metrics.h"
 #include "server/pb.h"
@@ -20,14 +21,20 @@
 
 namespace spmmd::server {
 
-// Packed weights on their devices. Shared by every layer that was registered with the same content and packing options.
+// Packed weights, on their devices or evicted from them. Shared by every layer that was registered with the same
+// content and packing options. All but the residence is immutable.
 struct LayerContent {
   struct Copy {
     Device* device = nullptr;
     int64_t row_begin = 0;
     int64_t row_end = 0;
-    std::unique_ptr<ResidentLayer> resident;
+    uint64_t bytes = 0;  // on the device
   };
+
+  LayerContent() = default;
+  ~LayerContent();
+  LayerContent(const LayerContent&) = delete;
+  LayerContent& operator=(const LayerContent&) = delete;
 
   std::string key;  // ContentKey()
   int64_t m = 0;
@@ -43,12 +50,18 @@ struct LayerContent {
   double pack_seconds = 0;
   std::vector<Copy> copies;
 
+  mutable Residence residence;
+  // Set once it has copies.
+  Residency* residency = nullptr;
+
   // Rows are split over the devices; else every copy is whole.
   bool sharded() const { return copies.size() > 1 && copies.front().row_end < m; }
-  // The copy on a device, or null.
-  const ResidentLayer* On(const Device* device) const;
-  // Bytes on all devices.
-  uint64_t resident_bytes() const;
+  // What differs from device to device: each shard's rows, or one matrix.
+  int64_t parts() const { return sharded() ? static_cast<int64_t>(copies.size()) : 1; }
+  // Of all parts, in host memory.
+  uint64_t stored_bytes() const { return bytes; }
+  // Of `resident`, the layer on a device; null when there is none.
+  const ResidentLayer* On(const ResidentCopies& resident, const Device* device) const;
 };
 
 class ServedLayer {
@@ -68,7 +81,7 @@ class ServedLayer {
   const std::optional<float>& activation_threshold() const { return activation_threshold_; }
   bool deterministic() const { return deterministic_; }
   bool pinned() const { return pinned_.load(std::memory_order_relaxed); }
-  void set_pinned(bool pinned) const { pinned_.store(pinned, std::memory_order_relaxed); }
+  void set_pinned(bool pinned) const;
   // Replaces the measured table.
   void SetSpeeds(std::vector<pb::LayerSpeed> speeds) const;
   // The message; `full` adds sections and speeds.

@@ -33,8 +33,14 @@ Upload::Upload(LayerCatalog* catalog, pb::LayerSpec spec)
     : catalog_(catalog), spec_(std::move(spec)), created_(absl::Now()) {}
 
 Upload::~Upload() {
+  KeepForResumption();
   EndLead(SourceLost());
   SetState(pb::LAYER_STATE_UNSPECIFIED);
+}
+
+void Upload::KeepForResumption() {
+  if (content_ == nullptr || file_ != nullptr || spec_.content_xxh3().empty() || content_->received() == 0) return;
+  catalog_->resumable_.Keep(key_, {std::move(content_), std::move(host_memory_)});
 }
 
 void Upload::SetState(pb::LayerState state) {
@@ -74,8 +80,16 @@ absl::Status Upload::Start() {
   accepted_.set_content_bytes(content_bytes);
   accepted_.set_estimated_device_bytes(device_bytes);
 
-  if (!spec_.content_xxh3().empty()) {
-    key_ = ContentKey(spec_, spec_.content_xxh3());
+  xxh3_ = spec_.content_xxh3();
+  PackedCache* const cache = catalog_->cache_.get();
+  // What the file had when it was last read.
+  if (xxh3_.empty() && file_ != nullptr && cache != nullptr) {
+    xxh3_ = cache->FindSource(file_->Identity()).value_or("");
+    if (!xxh3_.empty()) key_ = ContentKey(spec_, xxh3_);
+    if (!IsContentHash(xxh3_) || !IsCached()) xxh3_.clear();
+  }
+  if (!xxh3_.empty()) {
+    key_ = ContentKey(spec_, xxh3_);
     LayerCatalog::Lookup lookup = catalog_->JoinOrLead(key_);
     ready_ = std::move(lookup.content);
     conversion_ = std::move(lookup.conversion);
@@ -85,10 +99,21 @@ absl::Status Upload::Start() {
       return absl::OkStatus();
     }
   }
+  // Then nothing is to be sent, read or packed.
+  const bool cached = !xxh3_.empty() && IsCached();
   const auto reserve = [&]() -> absl::Status {
     for (Device* device : devices_) {
       SPMMD_ASSIGN_OR_RETURN(device_memory_.emplace_back(),
-                             device->budget().Reserve(MemoryKind::kWeights, device_bytes));
+                             catalog_->residency_.Reserve(device, device_bytes, [this] { return CheckCancelled(); }));
+    }
+    if (cached) return absl::OkStatus();
+    if (file_ == nullptr && !xxh3_.empty()) {
+      if (std::optional<ResumableUploads::Kept> kept = catalog_->resumable_.Take(key_); kept.has_value()) {
+        content_ = std::move(kept->content);
+        host_memory_ = std::move(kept->memory);
+        resumed_ = true;
+        return absl::OkStatus();
+      }
     }
     SPMMD_ASSIGN_OR_RETURN(host_memory_,
                            catalog_->host_budget_.Reserve(MemoryKind::kStaging, EstimateHostBytes(spec_)));
@@ -100,9 +125,17 @@ absl::Status Upload::Start() {
     EndLead(status);
     return status;
   }
-  content_ = std::make_unique<Content>(spec_);
-  accepted_.set_content_needed(file_ == nullptr);
-  SetState(pb::LAYER_STATE_UPLOADING);
+  if (!cached) {
+    if (content_ == nullptr) content_ = std::make_unique<Content>(spec_);
+    accepted_.set_content_needed(file_ == nullptr);
+    for (const PartSize& part : content_->ReceivedParts()) {
+      pb::PartReceived& received = *accepted_.add_received();
+      received.set_part(part.part);
+      received.set_bytes(part.bytes);
+    }
+    received_.store(content_->received(), std::memory_order_relaxed);
+  }
+  SetState(cached ? pb::LAYER_STATE_PACKING : pb::LAYER_STATE_UPLOADING);
   return absl::OkStatus();
 }
 
@@ -110,14 +143,29 @@ absl::Status Upload::Append(const pb::ContentChunk& chunk) {
   if (!accepted_.content_needed() || content_ == nullptr) {
     return FieldError("chunk", "no content is needed: RegisterAccepted.content_needed was false");
   }
-  SPMMD_RETURN_IF_ERROR(content_->Append(chunk, catalog_->options_.max_chunk_bytes));
+  SPMMD_RETURN_IF_ERROR(content_->Append(chunk, catalog_->options_.max_chunk_bytes, resumed_));
   received_.store(content_->received(), std::memory_order_relaxed);
   return absl::OkStatus();
 }
 
 absl::StatusOr<pb::Layer> Upload::Finish() {
   absl::StatusOr<std::shared_ptr<const LayerContent>> content = GuardHostMemory([this] { return Resolve(); });
+  // A connection that breaks can look like the end of the caller's stream.
+  if (!content.ok() && content_ != nullptr && !content_->CheckComplete().ok()) KeepForResumption();
   EndLead(content);
+  // Content that was here may have been evicted; what is held here stays until the layer is published, and pinned.
+  std::shared_ptr<const ResidentCopies> copies;
+  if (content.ok()) {
+    // What this upload set aside is for this.
+    device_memory_.clear();
+    auto loaded =
+        GuardHostMemory([&] { return catalog_->residency_.Load(**content, [this] { return CheckCancelled(); }); });
+    if (loaded.ok()) {
+      copies = *std::move(loaded);
+    } else {
+      content = loaded.status();
+    }
+  }
   // Everything that only the registration needed goes before the answer.
   content_.reset();
   file_.reset();
@@ -145,8 +193,27 @@ absl::Status Upload::ReadFile() {
   return content_->SetDense(std::move(weights), bias);
 }
 
+absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::FromCache() {
+  const absl::Time start = absl::Now();
+  SPMMD_RETURN_IF_ERROR(CheckCancelled());
+  std::string format_reason;
+  std::vector<StoredLayer> parts = CachedParts(&format_reason);
+  if (parts.empty()) return nullptr;
+  return MakeContent(xxh3_, std::move(parts), std::move(format_reason), "cache", absl::Now() - start);
+}
+
 absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Resolve() {
   if (ready_ != nullptr) return ready_;
+  if (content_ == nullptr && leads_) {
+    SPMMD_ASSIGN_OR_RETURN(std::shared_ptr<const LayerContent> content, FromCache());
+    if (content != nullptr) return content;
+    // Its files are damaged, or just went to make room: the content is needed after all.
+    if (file_ == nullptr) return SourceLost();
+    EndLead(SourceLost());
+    SPMMD_ASSIGN_OR_RETURN(host_memory_,
+                           catalog_->host_budget_.Reserve(MemoryKind::kStaging, EstimateHostBytes(spec_)));
+    content_ = std::make_unique<Content>(spec_);
+  }
   if (content_ == nullptr) {
     if (conversion_ == nullptr) return absl::FailedPreconditionError("the registration has ended");
     return catalog_->Await(*conversion_, cancelled_);
@@ -155,11 +222,14 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Resolve() {
   SPMMD_RETURN_IF_ERROR(content_->CheckComplete());
   const std::string xxh3 = content_->Hash();
   if (!spec_.content_xxh3().empty() && spec_.content_xxh3() != xxh3) {
+    // Bytes of somebody who named a hash that they do not have: not this caller's error.
+    if (resumed_) return SourceLost();
     return MakeError(
         absl::StatusCode::kDataLoss, reason::kContentHashMismatch,
         absl::StrCat("spec.content_xxh3: the content's hash is ", xxh3, ", expected ", spec_.content_xxh3()),
         {{"expected", spec_.content_xxh3()}, {"actual", xxh3}});
   }
+  if (file_ != nullptr && catalog_->cache_ != nullptr) catalog_->cache_->StoreSource(file_->Identity(), xxh3);
   verified_ = true;
   SetState(pb::LAYER_STATE_PACKING);
   while (!leads_) {
@@ -181,20 +251,38 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
   const absl::Time start = absl::Now();
   SPMMD_RETURN_IF_ERROR(CheckCancelled());
   SPMMD_ASSIGN_OR_RETURN(const std::vector<float> bias, content_->TakeBias());
-  auto content = std::make_shared<LayerContent>();
-  std::vector<PackedLayer> parts = CachedParts(&content->format_reason);
+  std::string format_reason;
+  std::vector<StoredLayer> parts = CachedParts(&format_reason);
   const bool cached = !parts.empty();
   if (!cached) {
-    SPMMD_ASSIGN_OR_RETURN(parts, PackParts(&content->format_reason));
+    SPMMD_ASSIGN_OR_RETURN(parts, PackParts(bias, &format_reason));
   }
   content_.reset();
   const absl::Duration took = absl::Now() - start;
+  SPMMD_ASSIGN_OR_RETURN(std::shared_ptr<const LayerContent> content,
+                         MakeContent(xxh3, std::move(parts), std::move(format_reason),
+                                     cached             ? "cache"
+                                     : spec_.has_file() ? "file"
+                                                        : "upload",
+                                     took));
+  if (!cached) catalog_->metrics_->LayerPacked(std::string(Name(content->format)), took);
+  return content;
+}
 
+absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::MakeContent(const std::string& xxh3,
+                                                                        std::vector<StoredLayer> parts,
+                                                                        std::string format_reason, const char* source,
+                                                                        absl::Duration took) {
+  auto content = std::make_shared<LayerContent>();
   content->key = key_;
-  content->k = parts.front().k;
-  content->dtype = parts.front().dtype;
-  content->format = parts.front().format;
-  for (const PackedLayer& part : parts) {
+  content->format_reason = std::move(format_reason);
+  content->k = parts.front().packed.k;
+  content->dtype = parts.front().packed.dtype;
+  content->format = parts.front().packed.format;
+  uint64_t bias_bytes = 0;
+  for (const StoredLayer& stored : parts) {
+    const PackedLayer& part = stored.packed;
+    bias_bytes += stored.bias.size() * sizeof(float);
     content->m += part.m;
     content->nnz += part.nnz;
     for (const Section& packed_section : part.sections) {
@@ -209,19 +297,20 @@ absl::StatusOr<std::shared_ptr<const LayerContent>> Upload::Convert(const std::s
       }
     }
   }
-  content->has_bias = !bias.empty();
-  if (!bias.empty()) {
+  content->has_bias = bias_bytes > 0;
+  if (bias_bytes > 0) {
     pb::LayerSection section;
     section.set_name("bias");
-    section.set_bytes(bias.size() * sizeof(float));
+    section.set_bytes(bias_bytes);
     content->sections.push_back(std::move(section));
   }
   for (const pb::LayerSection& section : content->sections) content->bytes += section.bytes();
   content->xxh3 = xxh3;
   content->pack_seconds = absl::ToDoubleSeconds(took);
-  SPMMD_RETURN_IF_ERROR(LoadParts(std::move(parts), bias, content.get()));
-  if (!cached) catalog_->metrics_->LayerPacked(std::string(Name(content->format)), took);
-  catalog_->metrics_->LayerLoaded(cached ? "cache" : spec_.has_file() ? "file" : "upload");
+  SPMMD_ASSIGN_OR_RETURN(ResidentCopies copies, LoadParts(std::move(parts), content.get()));
+  content->residency = &catalog_->residency_;
+  content->residency->Add(content.get(), std::move(copies));
+  catalog_->metrics_->LayerLoaded(source);
   return std::shared_ptr<const LayerContent>(std::move(content));
 }
 
@@ -229,20 +318,32 @@ int64_t Upload::PartCount() const {
   return spec_.placement() == pb::PLACEMENT_SHARDED ? static_cast<int64_t>(devices_.size()) : 1;
 }
 
-std::vector<PackedLayer> Upload::CachedParts(std::string* format_reason) const {
-  std::vector<PackedLayer> parts;
-  const PackedCache* const cache = catalog_->cache_.get();
+PackedCache::Key Upload::CacheKey(int64_t part) const { return {key_, devices_.front()->backend(), part, PartCount()}; }
+
+bool Upload::IsCached() const {
+  if (catalog_->cache_ == nullptr) return false;
+  for (int64_t part = 0; part < PartCount(); ++part) {
+    if (!catalog_->cache_->Contains(CacheKey(part))) return false;
+  }
+  return true;
+}
+
+std::vector<StoredLayer> Upload::CachedParts(std::string* format_reason) const {
+  std::vector<StoredLayer> parts;
+  PackedCache* const cache = catalog_->cache_.get();
   if (cache == nullptr) return parts;
   for (int64_t part = 0; part < PartCount(); ++part) {
-    std::optional<PackedCache::Entry> entry = cache->Find({key_, devices_.front()->backend(), part, PartCount()});
-    if (!entry.has_value() || !devices_.front()->CanExecute(entry->layer.format)) return {};
+    std::optional<PackedCache::Entry> entry = cache->Find(CacheKey(part));
+    if (!entry.has_value() || !devices_.front()->CanExecute(entry->part.packed.format)) return {};
+    // A file of an earlier release has no bias.
+    if (entry->part.bias.empty() == spec_.has_bias()) return {};
     *format_reason = std::move(entry->format_reason);
-    parts.push_back(std::move(entry->layer));
+    parts.push_back(std::move(entry->part));
   }
   return parts;
 }
 
-absl::StatusOr<std::vector<PackedLayer>> Upload::PackParts(std::string* format_reason) {
+absl::StatusOr<std::vector<StoredLayer>> Upload::PackParts(const std::vector<float>& bias, std::string* format_reason) {
   SPMMD_ASSIGN_OR_RETURN(DenseMatrix weights, content_->TakeWeights());
   content_.reset();
   SPMMD_RETURN_IF_ERROR(CheckCancelled());
@@ -268,7 +369,7 @@ absl::StatusOr<std::vector<PackedLayer>> Upload::PackParts(std::string* format_r
   }
   PackOptions options;
   options.allow_nonfinite = spec_.allow_nonfinite();
-  std::vector<PackedLayer> parts;
+  std::vector<StoredLayer> parts;
   for (int64_t part = 0; part < PartCount(); ++part) {
     const auto [begin, end] = ShareOf(weights.rows(), part, PartCount());
     DenseView rows = weights.view();
@@ -277,35 +378,36 @@ absl::StatusOr<std::vector<PackedLayer>> Upload::PackParts(std::string* format_r
     absl::StatusOr<PackedLayer> packed = Pack(choice.format, rows, options);
     if (!packed.ok()) return AtField("content", packed.status());
     SPMMD_RETURN_IF_ERROR(CheckCancelled());
+    StoredLayer& stored = parts.emplace_back();
+    stored.packed = *std::move(packed);
+    if (!bias.empty()) stored.bias.assign(bias.begin() + begin, bias.begin() + end);
     if (catalog_->cache_ != nullptr) {
       // Without it the next start packs again: no reason to refuse the layer.
-      catalog_->cache_->Store({key_, devices_.front()->backend(), part, PartCount()}, *packed, choice.reason)
-          .IgnoreError();
+      catalog_->cache_->Store(CacheKey(part), stored, choice.reason).IgnoreError();
     }
-    parts.push_back(*std::move(packed));
   }
   *format_reason = std::move(choice.reason);
   return parts;
 }
 
-absl::Status Upload::LoadParts(std::vector<PackedLayer> parts, const std::vector<float>& bias, LayerContent* content) {
+absl::StatusOr<ResidentCopies> Upload::LoadParts(std::vector<StoredLayer> parts, LayerContent* content) {
+  ResidentCopies copies;
   int64_t begin = 0;
   for (size_t part = 0; part < parts.size(); ++part) {
-    const int64_t end = begin + parts[part].m;
-    std::vector<float> bias_rows;
-    if (!bias.empty()) bias_rows.assign(bias.begin() + begin, bias.begin() + end);
+    const int64_t end = begin + parts[part].packed.m;
     // A part goes to its device; the only one, to all devices.
     const size_t first = parts.size() > 1 ? part : 0;
     const size_t last = parts.size() > 1 ? part : devices_.size() - 1;
     for (size_t d = first; d <= last; ++d) {
-      PackedLayer packed = d == last ? std::move(parts[part]) : parts[part];
-      SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<ResidentLayer> resident,
-                             devices_[d]->Load(std::move(packed), bias_rows, std::move(device_memory_[d])));
-      content->copies.push_back({devices_[d], begin, end, std::move(resident)});
+      StoredLayer stored = d == last ? std::move(parts[part]) : parts[part];
+      SPMMD_ASSIGN_OR_RETURN(
+          copies.layers.emplace_back(),
+          devices_[d]->Load(std::move(stored.packed), std::move(stored.bias), std::move(device_memory_[d])));
+      content->copies.push_back({devices_[d], begin, end, copies.layers.back()->bytes()});
     }
     begin = end;
   }
-  return absl::OkStatus();
+  return copies;
 }
 
 }  // namespace spmmd::server

@@ -207,6 +207,7 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
     return absl::InvalidArgumentError(absl::StrCat("--max-chunk-bytes: '", config.max_chunk_bytes(),
                                                    "' must be at least 1 and 1KiB below --max-message-bytes"));
   }
+  options.upload_resume_timeout = *ParseDurationText(config.upload_resume_timeout());
   options.upload_idle_timeout = *ParseDurationText(config.upload_idle_timeout());
   options.keepalive_time = *ParseDurationText(config.keepalive_time());
   options.keepalive_timeout = *ParseDurationText(config.keepalive_timeout());
@@ -254,6 +255,9 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   }
   options.model_repository = config.model_repository();
   options.cache_dir = config.cache_dir();
+  options.cache_limit_bytes = *ParseBytes(config.cache_limit_bytes());
+  options.evict_layers = config.evict_layers();
+  if (!config.host_layer_bytes().empty()) options.host_layer_bytes = *ParseBytes(config.host_layer_bytes());
   if (!options.model_repository.empty()) {
     SPMMD_RETURN_IF_ERROR(CheckDirectory("--model-repository", options.model_repository));
   }

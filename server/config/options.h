@@ -4,6 +4,7 @@
 #define SPMMD_SERVER_CONFIG_OPTIONS_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -39,8 +40,11 @@ struct Options {
   int64_t max_batch_tokens = 0;
   int64_t max_tokens = 0;
 
-  std::string model_repository;  // empty: none
-  std::string cache_dir;         // empty: none
+  std::string model_repository;    // empty: none
+  std::string cache_dir;           // empty: none
+  uint64_t cache_limit_bytes = 0;  // 0: no limit
+  bool evict_layers = true;
+  std::optional<uint64_t> host_layer_bytes;  // none: by the memory there is
   // Which of how many shards this server is. While the number changes, the one of the two that this server goes by.
   int shard_index = 0;
   int shard_count = 1;
@@ -50,6 +54,7 @@ struct Options {
   uint64_t max_message_bytes = 0;
   uint64_t max_chunk_bytes = 0;
   int max_uploads = 0;
+  absl::Duration upload_resume_timeout;
   absl::Duration upload_idle_timeout;  // zero: none
   int max_stream_in_flight = 0;
   int max_programs = 0;

@@ -128,6 +128,11 @@ absl::StatusOr<std::unique_ptr<ResidentLayer>> CpuDevice::Load(PackedLayer packe
   return std::make_unique<CpuLayer>(std::move(packed), std::move(bias), std::move(weights));
 }
 
+absl::StatusOr<StoredLayer> CpuDevice::Save(const ResidentLayer& layer) const {
+  const auto& resident = static_cast<const CpuLayer&>(layer);
+  return StoredLayer{resident.packed(), resident.bias()};
+}
+
 absl::StatusOr<DenseMatrix> CpuDevice::ReadBack(const ResidentLayer& layer) const {
   return Unpack(static_cast<const CpuLayer&>(layer).packed());
 }

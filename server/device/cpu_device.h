@@ -25,6 +25,8 @@ class CpuDevice : public Device {
   uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const override;
   absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
                                                       MemoryBudget::Reservation weights) override;
+  bool in_host_memory() const override { return true; }
+  absl::StatusOr<StoredLayer> Save(const ResidentLayer& layer) const override;
   absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const override;
 
  protected:

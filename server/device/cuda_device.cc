@@ -205,7 +205,8 @@ uint64_t CudaDevice::EstimateBytes(Format format, DType dtype, int64_t m, int64_
     }
     case Format::kColumnPiece: {
       const uint64_t pieces = (rows + column_piece::kBlockRows - 1) / column_piece::kBlockRows * cols;
-      return pieces * (column_piece::kBitmapBytes + column_piece::kChunkBytes + 4) + padded(value_bytes, 1.3) + kSlack;
+      return pieces * (column_piece::kBitmapBytes + column_piece::kUnitBytes + sizeof(column_piece::Descriptor)) +
+             padded(value_bytes, 1.3) + kSlack;
     }
     case Format::kThreeLayer:
       // 2:4 slots and codes for every element, and what does not fit them.
@@ -265,16 +266,29 @@ absl::StatusOr<std::unique_ptr<ResidentLayer>> CudaDevice::Load(PackedLayer pack
                                      std::move(weights));
 }
 
-absl::StatusOr<DenseMatrix> CudaDevice::ReadBack(const ResidentLayer& layer) const {
+absl::StatusOr<StoredLayer> CudaDevice::Save(const ResidentLayer& layer) const {
   const auto& resident = static_cast<const CudaLayer&>(layer);
-  PackedLayer packed = resident.shell();
-  for (Section& section : packed.sections) {
+  const CudaLibrary& cuda = context_->cuda();
+  StoredLayer stored;
+  stored.packed = resident.shell();
+  for (Section& section : stored.packed.sections) {
     const size_t bytes = section.data.size();
     SPMMD_ASSIGN_OR_RETURN(section.data, Buffer::Allocate(bytes));
-    SPMMD_RETURN_IF_ERROR(context_->Check(
-        context_->cuda().layer_read(resident.handle(), section.id, section.data.mutable_data(), bytes)));
+    SPMMD_RETURN_IF_ERROR(
+        context_->Check(cuda.layer_read(resident.handle(), section.id, section.data.mutable_data(), bytes)));
   }
-  return Unpack(packed);
+  if (resident.bias() != nullptr) {
+    stored.bias.resize(static_cast<size_t>(layer.m()));
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.memcpy_async(context_->device(), stored.bias.data(), resident.bias(),
+                                                            stored.bias.size() * sizeof(float), nullptr)));
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.stream_synchronize(context_->device(), nullptr)));
+  }
+  return stored;
+}
+
+absl::StatusOr<DenseMatrix> CudaDevice::ReadBack(const ResidentLayer& layer) const {
+  SPMMD_ASSIGN_OR_RETURN(const StoredLayer stored, Save(layer));
+  return Unpack(stored.packed);
 }
 
 absl::Status CudaDevice::Run(absl::Span<Job* const> jobs) { return runner_->Run(jobs); }

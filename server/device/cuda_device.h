@@ -41,6 +41,7 @@ class CudaDevice final : public Device {
   uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const override;
   absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
                                                       MemoryBudget::Reservation weights) override;
+  absl::StatusOr<StoredLayer> Save(const ResidentLayer& layer) const override;
   absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const override;
 
  protected:

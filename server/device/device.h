@@ -47,6 +47,14 @@ class ResidentLayer {
   MemoryBudget::Reservation weights_;
 };
 
+// What a device makes a resident layer of, in host memory.
+struct StoredLayer {
+  PackedLayer packed;
+  std::vector<float> bias;  // empty or M values
+
+  uint64_t bytes() const { return packed.bytes().total() + bias.size() * sizeof(float); }
+};
+
 // What AUTO looks at.
 struct FormatQuery {
   DType dtype = DType::kF16;
@@ -107,6 +115,10 @@ class Device {
   // and is shrunk to the bytes taken. The packed host bytes are consumed or copied, as the device needs.
   virtual absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
                                                               MemoryBudget::Reservation weights) = 0;
+  // The device's memory is the host's: what leaves it for the host has gone nowhere.
+  virtual bool in_host_memory() const { return false; }
+  // What Load() was given, copied back to the host (or shared with the device, if it is the host).
+  virtual absl::StatusOr<StoredLayer> Save(const ResidentLayer& layer) const = 0;
   // The dense matrix of a resident layer, copied back to the host.
   virtual absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const = 0;
 

@@ -18,6 +18,7 @@ absl::Status Stopped() {
 // The job itself may live on in a handle for Cancel(): what it holds goes now.
 void End(Job& job, absl::Status status) {
   job.layers.clear();
+  job.copies.clear();
   job.leases.clear();
   job.done(std::move(status));
   job.done = nullptr;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/format/packed_layer.h"
 #include "server/catalog/types.h"
@@ -93,6 +94,16 @@ class Probe {
   std::vector<double> seconds_;
 };
 
+// The layer's copies, brought back if they were evicted.
+absl::StatusOr<std::shared_ptr<const ResidentCopies>> LoadBy(Residency* residency, const ServedLayer& layer,
+                                                             absl::Time deadline) {
+  return residency->Load(layer.content(), [deadline]() -> absl::Status {
+    if (absl::Now() < deadline) return absl::OkStatus();
+    return MakeError(absl::StatusCode::kDeadlineExceeded, reason::kDeadline,
+                     "deadline passed before the layer was back");
+  });
+}
+
 // The same matrix as DENSE on the same device.
 absl::StatusOr<std::unique_ptr<ResidentLayer>> MakeDense(Device* device, const ResidentLayer& layer, DType dtype) {
   SPMMD_ASSIGN_OR_RETURN(
@@ -159,18 +170,20 @@ absl::Status Engine::Benchmark(const pb::BenchmarkRequest& request, pb::Benchmar
   SPMMD_ASSIGN_OR_RETURN(const auto lease, catalog_->Find(request.layer().name(), request.layer().version()));
   // Copies are alike; of a sharded layer it is the first shard that is timed.
   const LayerContent::Copy& copy = lease->content().copies.front();
+  SPMMD_ASSIGN_OR_RETURN(const auto copies, LoadBy(&catalog_->residency(), *lease, deadline));
+  const ResidentLayer& resident = *copies->layers.front();
   std::unique_ptr<ResidentLayer> dense;
   if (!request.skip_dense() && lease->content().format != Format::kDense) {
-    SPMMD_ASSIGN_OR_RETURN(dense, MakeDense(copy.device, *copy.resident, lease->content().dtype));
+    SPMMD_ASSIGN_OR_RETURN(dense, MakeDense(copy.device, resident, lease->content().dtype));
   }
-  SPMMD_ASSIGN_OR_RETURN(Evictor evictor, Evictor::Create(copy.device, *copy.resident));
+  SPMMD_ASSIGN_OR_RETURN(Evictor evictor, Evictor::Create(copy.device, resident));
   for (const int64_t tokens : widths) {
-    const uint64_t bytes = static_cast<uint64_t>(tokens * (copy.resident->m() + copy.resident->k())) * sizeof(float);
+    const uint64_t bytes = static_cast<uint64_t>(tokens * (resident.m() + resident.k())) * sizeof(float);
     if (bytes > options_.max_output_bytes) {
       return FieldError("tokens", absl::StrCat(tokens, " tokens of this layer take ", bytes, " bytes, the limit is ",
                                                options_.max_output_bytes));
     }
-    Probe probe(copy.device, copy.resident.get(), tokens);
+    Probe probe(copy.device, &resident, tokens);
     std::unique_ptr<Probe> baseline;
     if (dense != nullptr) baseline = std::make_unique<Probe>(copy.device, dense.get(), tokens);
     // Turn by turn, so that both see the same machine.
@@ -206,10 +219,12 @@ absl::Status Engine::Benchmark(const pb::BenchmarkRequest& request, pb::Benchmar
 
 absl::Status Engine::Warm(const pb::WarmLayerRequest& request, pb::WarmLayerResponse* response, absl::Time deadline) {
   SPMMD_ASSIGN_OR_RETURN(const auto lease, catalog_->Find(request.layer().name(), request.layer().version()));
-  for (const LayerContent::Copy& copy : lease->content().copies) {
+  SPMMD_ASSIGN_OR_RETURN(const auto copies, LoadBy(&catalog_->residency(), *lease, deadline));
+  for (size_t i = 0; i < copies->layers.size(); ++i) {
     for (const int64_t tokens : kDefaultWidths) {
       if (tokens > options_.max_tokens) break;
-      SPMMD_RETURN_IF_ERROR(Probe(copy.device, copy.resident.get(), tokens).Run(lease, deadline));
+      SPMMD_RETURN_IF_ERROR(
+          Probe(lease->content().copies[i].device, copies->layers[i].get(), tokens).Run(lease, deadline));
     }
   }
   lease->Describe(/*full=*/true, response->mutable_layer());

@@ -59,7 +59,9 @@ bool TakeLeases(Job* job) {
 // The layers of the job's plan on its device.
 void FindLayers(Job* job) {
   job->layers.clear();
-  for (const auto& layer : job->leases) job->layers.push_back(layer->content().On(job->device));
+  for (size_t i = 0; i < job->leases.size(); ++i) {
+    job->layers.push_back(job->leases[i]->content().On(*job->copies[i], job->device));
+  }
 }
 
 absl::Status DeviceLost(const Device& device) {
@@ -82,6 +84,7 @@ struct ShardedRun {
       if (--remaining > 0) return;
     }
     // The last one: nobody else looks any more.
+    job->copies.clear();
     job->leases.clear();
     job->done(std::move(result));
     job->done = nullptr;
@@ -101,7 +104,19 @@ absl::Status ProgramNotFound(const std::string& id) {
 }  // namespace
 
 Engine::Engine(Options options, LayerCatalog* catalog, Metrics* metrics)
-    : options_(options), catalog_(catalog), metrics_(metrics) {}
+    : options_(options),
+      catalog_(catalog),
+      metrics_(metrics),
+      loader_(
+          {.max_waiting = catalog->devices().front()->executor().options().max_depth,
+           .max_bytes = catalog->devices().front()->executor().options().max_bytes},
+          &catalog->residency(),
+          [](std::shared_ptr<Job> job) {
+            // The loader has others to bring layers for.
+            job->hand_off = true;
+            Dispatch(job);
+          },
+          metrics) {}
 
 Engine::~Engine() = default;
 
@@ -130,12 +145,25 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
     }
     done(std::move(status));
   };
+  if (TakeCopies(job.get())) {
+    Dispatch(job);
+  } else {
+    loader_.Submit(job);
+  }
+  return job;
+}
+
+void Engine::Dispatch(const std::shared_ptr<Job>& job) {
   if (!job->plan->sharded) {
+    FindLayers(job.get());
     job->device->executor().Submit(job);
-    return job;
+    return;
   }
   const auto run = std::make_shared<ShardedRun>(job);
   for (const std::shared_ptr<Job>& shard : job->shards) {
+    shard->leases = job->leases;
+    shard->copies = job->copies;
+    FindLayers(shard.get());
     shard->done = [run, shard = shard.get()](const absl::Status& result) { run->Ended(*shard, result); };
   }
   // The last of them may run here, beside the others.
@@ -143,7 +171,6 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
     job->shards[i]->hand_off = job->hand_off || i + 1 < job->shards.size();
     job->shards[i]->device->executor().Submit(job->shards[i]);
   }
-  return job;
 }
 
 void Engine::Cancel(const Call& call) {
@@ -152,6 +179,7 @@ void Engine::Cancel(const Call& call) {
       call->deadline <= absl::Now()
           ? MakeError(absl::StatusCode::kDeadlineExceeded, reason::kDeadline, "deadline passed before the request ran")
           : MakeError(absl::StatusCode::kCancelled, reason::kCancelled, "cancelled by the caller");
+  if (loader_.Cancel(call, status)) return;
   if (call->shards.empty()) call->device->executor().Cancel(call, status);
   for (const std::shared_ptr<Job>& shard : call->shards) shard->device->executor().Cancel(shard, status);
 }
@@ -186,7 +214,6 @@ absl::Status Engine::ChooseDevice(Job* job) {
   if (job->device == nullptr) {
     return DeviceLost(job->memory_device != nullptr ? *job->memory_device : *job->plan->devices.front());
   }
-  FindLayers(job);
   return absl::OkStatus();
 }
 
@@ -206,8 +233,6 @@ absl::Status Engine::SplitJob(Job* job) {
     auto shard = std::make_shared<Job>();
     shard->plan = job->plan;
     shard->device = plan.devices[static_cast<size_t>(index)];
-    shard->leases = job->leases;
-    FindLayers(shard.get());
     shard->rows = job->rows;
     for (const int64_t cols : job->step_cols) {
       const auto [begin, end] = ShareOf(cols, index, count);
@@ -414,6 +439,7 @@ void Engine::DescribeServer(pb::ServerInfoResponse* response) const {
 }
 
 void Engine::Drain() {
+  loader_.Drain();
   for (Device* device : catalog_->devices()) device->executor().Drain();
 }
 

@@ -16,6 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/catalog/catalog.h"
+#include "server/engine/layer_loader.h"
 #include "server/engine/plan.h"
 #include "server/metrics/metrics.h"
 #include "server/pb.h"
@@ -103,6 +104,8 @@ class Engine {
   // Plans (or looks up) the program, takes leases on its layers and binds inputs and outputs.
   absl::Status Prepare(const pb::ExecuteRequest& request, const RegionSet* regions, pb::ExecuteResponse* response,
                        Job* job);
+  // Submits a job whose copies are taken.
+  static void Dispatch(const std::shared_ptr<Job>& job);
   // The least busy healthy device that has all layers, or the one whose memory the request names.
   static absl::Status ChooseDevice(Job* job);
   // One job for each device of a sharded plan, each with its columns of the outputs.
@@ -123,6 +126,8 @@ class Engine {
 
   absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<RegisteredProgram>> programs_ ABSL_GUARDED_BY(mutex_);
+  // The last member: its thread calls the others.
+  LayerLoader loader_;
 };
 
 }  // namespace spmmd::server

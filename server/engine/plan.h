@@ -25,6 +25,7 @@ namespace spmmd::server {
 
 class Device;
 class Region;
+struct ResidentCopies;
 class ResidentLayer;
 class ServedLayer;
 
@@ -109,16 +110,17 @@ struct Job {
   std::shared_ptr<const Plan> plan;
   Device* device = nullptr;                                // where it runs
   std::vector<std::shared_ptr<Job>> shards;                // runs on several devices that make up this one
-  std::vector<std::shared_ptr<const ServedLayer>> leases;  // keep the layers in memory until the run has ended
-  std::vector<const ResidentLayer*> layers;                // by Plan::layers index, on `device`
-  int64_t rows = 0;                                        // N
-  std::vector<int64_t> step_cols;                          // columns of each step's value
-  std::vector<InputValue> inputs;                          // by Plan::input_names index
-  std::vector<MutableDenseView> outputs;                   // by Plan::outputs index
-  uint32_t outputs_on_device = 0;                          // bit o: outputs[o] is memory of `memory_device`
-  std::vector<RegionUse> regions;                          // shared memory among inputs and outputs
-  const Device* memory_device = nullptr;                   // the run must be here: regions are this device's memory
-  uint64_t bytes = 0;                                      // of inputs and outputs, for admission
+  std::vector<std::shared_ptr<const ServedLayer>> leases;  // by Plan::layers index: registered until the run has ended
+  std::vector<std::shared_ptr<const ResidentCopies>> copies;  // of them, in memory until then
+  std::vector<const ResidentLayer*> layers;                   // by Plan::layers index, on `device`
+  int64_t rows = 0;                                           // N
+  std::vector<int64_t> step_cols;                             // columns of each step's value
+  std::vector<InputValue> inputs;                             // by Plan::input_names index
+  std::vector<MutableDenseView> outputs;                      // by Plan::outputs index
+  uint32_t outputs_on_device = 0;                             // bit o: outputs[o] is memory of `memory_device`
+  std::vector<RegionUse> regions;                             // shared memory among inputs and outputs
+  const Device* memory_device = nullptr;                      // the run must be here: regions are this device's memory
+  uint64_t bytes = 0;                                         // of inputs and outputs, for admission
   absl::Time deadline = absl::InfiniteFuture();
   // Jobs of one flow share a place in the round of a device's queue. Any address: only its identity counts.
   const void* flow = nullptr;

@@ -98,6 +98,8 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
         self.fail_after_chunks: tuple[int, status_pb2.Status] | None = None
         self.end_without_layer = False
         self.lose_source = 0
+        self.break_uploads = 0
+        self.received: dict[int, bytes] = {}
         self.reorder = 1
         self.break_after: int | None = None
         self.upload_ended = threading.Event()
@@ -128,9 +130,12 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
         parts = self.contents.get(spec.content_xxh3)
         needed = parts is None and not spec.HasField("file")
         accepted = catalog_pb2.RegisterAccepted(content_needed=needed, content_bytes=1)
+        for part, data in self.received.items():
+            accepted.received.add(part=part, bytes=len(data))  # type: ignore[arg-type]
         yield catalog_pb2.RegisterLayerResponse(accepted=accepted)
         if needed:
-            parts = {}
+            parts = self.received
+            self.received = {}
             for count, request in enumerate(requests, 1):
                 chunk = request.chunk
                 assert chunk.offset == len(parts.get(chunk.part, b""))
@@ -140,6 +145,10 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
                     state=catalog_pb2.LAYER_STATE_UPLOADING, received_bytes=sum(map(len, parts.values()))
                 )
                 yield catalog_pb2.RegisterLayerResponse(progress=progress)
+                if self.break_uploads > 0:
+                    self.break_uploads -= 1
+                    self.received = parts
+                    abort(context, status(grpc.StatusCode.UNAVAILABLE, "connection reset"))
                 if self.fail_after_chunks is not None and count == self.fail_after_chunks[0]:
                     abort(context, self.fail_after_chunks[1])
             order = list(_PARTS[spec.encoding]) + ([catalog_pb2.CONTENT_PART_BIAS] if spec.has_bias else [])

@@ -274,6 +274,17 @@ def test_register_takes_over_when_the_one_who_brought_the_content_is_lost(
     assert len(server.specs) == 3 + 4
 
 
+def test_an_upload_goes_on_where_a_broken_connection_was(server: FakeServer) -> None:
+    server.break_uploads = 2
+    seen: list[spmmd.Progress] = []
+    with spmmd.Client(server.address, chunk_bytes=64) as client:
+        assert client.register("w", WEIGHT, progress=seen.append, timeout=60).name == "w"
+    assert len(server.specs) == 3
+    offsets = [chunk.offset for chunk in server.chunks]
+    assert offsets == list(range(0, WEIGHT.nbytes, 64)), "every byte once"
+    assert [progress.received_bytes for progress in seen if progress.received_bytes in (64, 128)]
+
+
 def test_unregister(client: spmmd.Client) -> None:
     client.register("w", WEIGHT)
     removed = client.unregister("w")

@@ -60,7 +60,7 @@ Encoded Encode(const DenseView& w) {
 
 DenseMatrix Stored(Core& core, const std::string& name) {
   const auto layer = *core.catalog.Find(name, 0);
-  return *core.device.ReadBack(*layer->content().copies.front().resident);
+  return *core.device.ReadBack(*layer->content().residence.Use()->layers.front());
 }
 
 TEST(CatalogTest, EveryEncodingStoresTheSameMatrix) {
@@ -452,6 +452,119 @@ TEST(CatalogTest, UploadsCutOffLeaveNothing) {
   pb::ListLayersResponse list;
   ASSERT_TRUE(core.catalog.List({}, &list).ok());
   EXPECT_EQ(list.layers_size(), 0);
+}
+
+class ResumedUploadTest : public ::testing::Test {
+ protected:
+  ResumedUploadTest() {
+    spec_ = DenseSpec("w", w_.view());
+    spec_.set_has_bias(true);
+    Core core;
+    spec_.set_content_xxh3(core.Register(spec_, w_.view(), bias_)->content_xxh3());
+  }
+  CoreOptions Options(absl::Duration keep = absl::Seconds(60)) const {
+    CoreOptions options;
+    options.upload_resume_timeout = keep;
+    options.upload_memory = 40'000;  // two such layers and some
+    return options;
+  }
+  // Begins, sends `bytes` of the values from where the server is, and goes away.
+  void SendPart(Core& core, size_t bytes, bool half_close = false) {
+    const auto upload = *core.catalog.Begin(spec_);
+    pb::ContentChunk chunk;
+    chunk.set_part(pb::CONTENT_PART_VALUES);
+    chunk.set_offset(upload->received_bytes());
+    chunk.set_data(values_.substr(upload->received_bytes(), bytes));
+    ASSERT_TRUE(upload->Append(chunk).ok());
+    if (half_close) {
+      EXPECT_FALSE(upload->Finish().ok());
+    }
+  }
+  static double Held(Core& core) { return *Series(core.metrics, "spmmd_upload_bytes"); }
+
+  const DenseMatrix w_ = RandomMatrix(DType::kF16, 96, 64, 0.5, 1);
+  const std::vector<float> bias_ = std::vector<float>(96, 0.5f);
+  const std::string values_ = Bytes(w_.view());
+  pb::LayerSpec spec_;
+};
+
+TEST_F(ResumedUploadTest, GoesOnWhereTheConnectionBroke) {
+  Core core(Options());
+  SendPart(core, 1000);
+  EXPECT_GT(Held(core), 0);
+  EXPECT_EQ(core.device.budget().used(), 0u);
+  EXPECT_EQ(Series(core.metrics, R"(spmmd_layers{state="uploading"})"), 0);
+  // A break can look like the end of the stream.
+  SendPart(core, 2000, /*half_close=*/true);
+  const auto upload = *core.catalog.Begin(spec_);
+  ASSERT_TRUE(upload->accepted().content_needed());
+  ASSERT_EQ(upload->accepted().received_size(), 1);
+  EXPECT_EQ(upload->accepted().received(0).part(), pb::CONTENT_PART_VALUES);
+  EXPECT_EQ(upload->accepted().received(0).bytes(), 3000u);
+  EXPECT_EQ(upload->received_bytes(), 3000u);
+  pb::ContentChunk chunk;
+  chunk.set_part(pb::CONTENT_PART_VALUES);
+  chunk.set_offset(3001);
+  EXPECT_TRUE(absl::IsInvalidArgument(upload->Append(chunk)));
+  chunk.set_offset(3000);
+  chunk.set_data(values_.substr(3000));
+  ASSERT_TRUE(upload->Append(chunk).ok());
+  ASSERT_TRUE(AppendPart(*upload, pb::CONTENT_PART_BIAS, Bytes(bias_)).ok());
+  const auto layer = upload->Finish();
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_EQ(Bytes(Stored(core, "w").view()), values_);
+  EXPECT_EQ(Held(core), 0);
+}
+
+TEST_F(ResumedUploadTest, WhoSendsItAllAgainMay) {
+  Core core(Options());
+  SendPart(core, 1000);
+  const auto upload = *core.catalog.Begin(spec_);
+  // Chunks that end within, at, and past what is there.
+  ASSERT_TRUE(AppendPart(*upload, pb::CONTENT_PART_VALUES, values_, 300).ok());
+  ASSERT_TRUE(AppendPart(*upload, pb::CONTENT_PART_BIAS, Bytes(bias_)).ok());
+  ASSERT_TRUE(upload->Finish().ok());
+  EXPECT_EQ(Bytes(Stored(core, "w").view()), values_);
+}
+
+TEST_F(ResumedUploadTest, AHashThatSomebodyElseGaveFalselyIsNotThisCallersError) {
+  Core core(Options());
+  {
+    const auto upload = *core.catalog.Begin(spec_);
+    pb::ContentChunk chunk;
+    chunk.set_part(pb::CONTENT_PART_VALUES);
+    chunk.set_data(std::string(500, 'x'));
+    ASSERT_TRUE(upload->Append(chunk).ok());
+  }
+  const auto registered = [&] {
+    const auto upload = *core.catalog.Begin(spec_);
+    EXPECT_TRUE(AppendPart(*upload, pb::CONTENT_PART_VALUES, values_).ok());
+    EXPECT_TRUE(AppendPart(*upload, pb::CONTENT_PART_BIAS, Bytes(bias_)).ok());
+    return upload->Finish().status();
+  };
+  EXPECT_EQ(ReasonOf(registered()), reason::kContentSourceLost);
+  EXPECT_TRUE(registered().ok());
+  EXPECT_EQ(Held(core), 0);
+}
+
+TEST_F(ResumedUploadTest, IsForgottenInTimeAndWhenOthersNeedTheMemory) {
+  {
+    Core core(Options(absl::Milliseconds(30)));
+    SendPart(core, 1000);
+    for (int i = 0; i < 1000 && Held(core) > 0; ++i) absl::SleepFor(absl::Milliseconds(5));
+    EXPECT_EQ(Held(core), 0);
+    EXPECT_EQ((*core.catalog.Begin(spec_))->accepted().received_size(), 0);
+  }
+  Core core(Options());
+  SendPart(core, 1000);
+  const DenseMatrix large = RandomMatrix(DType::kF16, 230, 64, 0.5, 2);
+  EXPECT_TRUE(core.Register("large", large.view()).ok());
+  EXPECT_EQ(Held(core), 0);
+  EXPECT_EQ((*core.catalog.Begin(spec_))->accepted().received_size(), 0);
+  // Without a hash there is nothing to find it by.
+  spec_.clear_content_xxh3();
+  SendPart(core, 1000);
+  EXPECT_EQ(Held(core), 0);
 }
 
 TEST(CatalogTest, WhatCannotFitIsRefusedBeforeTheFirstByte) {

@@ -60,6 +60,9 @@ class HeldDevice final : public CpuDevice {
     absl::MutexLock lock(&mutex_);
     return runs_;
   }
+  // As if its memory were its own, like a GPU's.
+  void PretendOwnMemory() { own_memory_ = true; }
+  bool in_host_memory() const override { return !own_memory_; }
 
  protected:
   absl::Status Run(absl::Span<Job* const> jobs) override {
@@ -77,6 +80,7 @@ class HeldDevice final : public CpuDevice {
   absl::CondVar changed_;
   bool held_ = false;
   int runs_ = 0;
+  bool own_memory_ = false;
 };
 
 inline std::string Bytes(const void* data, size_t size) { return {static_cast<const char*>(data), size}; }
@@ -210,7 +214,11 @@ struct CoreOptions {
   Executor::Options queue;
   std::string model_repository;
   uint64_t max_chunk_bytes = 4 << 20;
+  absl::Duration upload_resume_timeout = absl::ZeroDuration();
   int64_t max_layers = 1000;
+  std::string cache_dir;
+  uint64_t cache_limit = 0;
+  Residency::Options residency;
   Engine::Options engine;
 };
 
@@ -221,7 +229,11 @@ class Core {
         catalog({.model_repository = options.model_repository,
                  .upload_limit_bytes = options.upload_memory,
                  .max_chunk_bytes = options.max_chunk_bytes,
-                 .max_layers = options.max_layers},
+                 .upload_resume_timeout = options.upload_resume_timeout,
+                 .max_layers = options.max_layers,
+                 .cache_dir = options.cache_dir,
+                 .cache_limit_bytes = options.cache_limit,
+                 .residency = options.residency},
                 {&device}, &metrics),
         engine(options.engine, &catalog, &metrics) {}
 

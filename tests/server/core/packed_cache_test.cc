@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
+#include "kernels/format/npy.h"
 #include "tests/server/core/core_harness.h"
 
 namespace spmmd::server {
@@ -33,7 +35,7 @@ class PackedCacheTest : public ::testing::Test {
 
   // A server's life.
   struct Life {
-    explicit Life(const std::string& directory, int count = 1) {
+    explicit Life(const std::string& directory, int count = 1, const std::string& repository = "") {
       std::vector<Device*> all;
       for (int i = 0; i < count; ++i) {
         DeviceOptions options;
@@ -44,6 +46,7 @@ class PackedCacheTest : public ::testing::Test {
       }
       LayerCatalog::Options options;
       options.cache_dir = directory;
+      options.model_repository = repository;
       catalog = std::make_unique<LayerCatalog>(options, all, &metrics);
       engine = std::make_unique<Engine>(Engine::Options(), catalog.get(), &metrics);
     }
@@ -158,6 +161,148 @@ TEST_F(PackedCacheTest, ShardsHaveTheirFiles) {
   Serve(third, spec);
   EXPECT_EQ(third.Loads("cache"), 0);
   EXPECT_EQ(Files().size(), 5);
+}
+
+TEST_F(PackedCacheTest, ContentThatIsOnDiskNeedNotBeSent) {
+  pb::LayerSpec spec = Spec();
+  {
+    Life first(directory_);
+    spec.set_content_xxh3(Serve(first, Spec()).content_xxh3());
+  }
+  const std::string y = last_;
+  {
+    Life second(directory_);
+    auto upload = second.catalog->Begin(spec);
+    ASSERT_TRUE(upload.ok()) << upload.status();
+    EXPECT_FALSE((*upload)->accepted().content_needed());
+    const auto layer = (*upload)->Finish();
+    ASSERT_TRUE(layer.ok()) << layer.status();
+    EXPECT_TRUE(layer->has_bias());
+    upload->reset();
+    Serve(second, spec);
+    EXPECT_EQ(second.Loads("cache"), 1);
+    EXPECT_EQ(last_, y);
+  }
+  // A damaged file is found out when it is read; then the content is needed after all.
+  {
+    std::fstream damage(Files().front(), std::ios::in | std::ios::out | std::ios::binary);
+    damage.seekp(5000);
+    damage.put('!');
+  }
+  Life third(directory_);
+  auto upload = third.catalog->Begin(spec);
+  ASSERT_TRUE(upload.ok()) << upload.status();
+  const absl::Status lost = (*upload)->Finish().status();
+  EXPECT_TRUE(absl::IsAborted(lost)) << lost;
+  EXPECT_EQ(ReasonOf(lost), reason::kContentSourceLost);
+  upload->reset();
+  EXPECT_EQ(third.devices[0]->budget().used(), 0);
+  Serve(third, spec);
+  EXPECT_EQ(third.Loads("upload"), 1);
+  EXPECT_EQ(last_, y);
+}
+
+TEST_F(PackedCacheTest, AFileThatHasNotChangedIsNotReadAgain) {
+  const std::string repository = directory_ + "/repository";
+  std::filesystem::create_directory(repository);
+  const auto write = [&](const DenseMatrix& w) {
+    const std::string path = repository + "/w.npy";
+    ASSERT_TRUE(WriteNpy(path, w.view()).ok());
+  };
+  write(w_);
+  pb::LayerSpec spec;
+  spec.set_name("w");
+  spec.mutable_file()->set_path("w.npy");
+  const auto serve = [&](Life& life) {
+    auto upload = life.catalog->Begin(spec);
+    ASSERT_TRUE(upload.ok()) << upload.status();
+    const auto layer = (*upload)->Finish();
+    ASSERT_TRUE(layer.ok()) << layer.status();
+    const DenseMatrix x = RandomMatrix(DType::kF16, 2, 96, 0, 2);
+    pb::ExecuteResponse response;
+    ASSERT_TRUE(testing::ExecuteOn(*life.engine, MatmulRequest("w", x.view()), &response).ok());
+    last_ = response.outputs(0).tensor().data();
+  };
+  Life first(directory_, 1, repository);
+  serve(first);
+  EXPECT_EQ(first.Loads("file"), 1);
+  const std::string y = last_;
+  {
+    Life second(directory_, 1, repository);
+    auto upload = second.catalog->Begin(spec);
+    ASSERT_TRUE(upload.ok());
+    // Nothing was set aside for reading it.
+    EXPECT_EQ(Series(second.metrics, "spmmd_upload_bytes"), 0);
+    ASSERT_TRUE((*upload)->Finish().ok());
+    EXPECT_EQ(second.Loads("cache"), 1);
+  }
+  // Other weights in a file of the same name and size.
+  const DenseMatrix other = RandomMatrix(DType::kF16, 200, 96, 0.1, 9);
+  write(other);
+  Life third(directory_, 1, repository);
+  serve(third);
+  EXPECT_EQ(third.Loads("file"), 1);
+  EXPECT_NE(last_, y);
+  // The packed file is gone, what the source had is still known.
+  for (const auto& file : Files()) {
+    if (file.extension() == ".spmmd") std::filesystem::remove(file);
+  }
+  Life fourth(directory_, 1, repository);
+  serve(fourth);
+  EXPECT_EQ(fourth.Loads("file"), 1);
+}
+
+TEST_F(PackedCacheTest, TheLeastRecentlyUsedGoWhenTheDirectoryIsFull) {
+  Metrics metrics;
+  const auto packed = Pack(Format::kBitmap, w_.view(), {});
+  ASSERT_TRUE(packed.ok());
+  const StoredLayer part{*packed, bias_};
+  const auto key = [](const std::string& name) { return PackedCache::Key{name, "cpu", 0, 1}; };
+  const std::string a = "a";
+  const std::string b = "b";
+  const std::string c = "c";
+  const std::string d = "d";
+  uint64_t bytes = 0;
+  {
+    PackedCache cache(directory_, 0, &metrics);
+    for (const std::string* name : {&a, &b, &c}) {
+      ASSERT_TRUE(cache.Store(key(*name), part, "reason").ok());
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+    bytes = cache.bytes() / 3;
+    EXPECT_GE(bytes, part.bytes());
+    // A use counts, over restarts too.
+    ASSERT_TRUE(cache.Find(key(a)).has_value());
+  }
+  const std::string file_of_c = PackedCache(directory_, 0, &metrics).PathOf(key(c));
+  std::filesystem::rename(file_of_c, file_of_c + ".corrupt");
+  std::ofstream(directory_ + "/notes.txt") << "not ours";
+  // The corrupt file goes first, though it is the youngest.
+  PackedCache cache(directory_, 3 * bytes, &metrics);
+  EXPECT_EQ(cache.bytes(), 3 * bytes);
+  absl::SleepFor(absl::Milliseconds(5));
+  ASSERT_TRUE(cache.Store(key(d), part, "reason").ok());
+  EXPECT_FALSE(std::filesystem::exists(file_of_c + ".corrupt"));
+  EXPECT_EQ(cache.bytes(), 3 * bytes);
+  EXPECT_TRUE(cache.Contains(key(a)) && cache.Contains(key(b)) && cache.Contains(key(d)));
+  ASSERT_TRUE(cache.Hold(key(b)));
+  ASSERT_TRUE(cache.Store(key(c), part, "reason").ok());
+  EXPECT_FALSE(cache.Contains(key(a)));  // b is older, but held
+  EXPECT_TRUE(cache.Find(key(b)).has_value());
+  EXPECT_EQ(Series(metrics, "spmmd_cache_events_total{event=\"evict\"}"), 2);
+  // What is held and what is to be written do not fit together.
+  ASSERT_TRUE(cache.Hold(key(c)));
+  ASSERT_TRUE(cache.Hold(key(d)));
+  EXPECT_TRUE(absl::IsResourceExhausted(cache.Store(key(a), part, "reason")));
+  EXPECT_EQ(cache.bytes(), 3 * bytes);
+  cache.Release(key(c));
+  EXPECT_TRUE(cache.Store(key(a), part, "reason").ok());
+  EXPECT_FALSE(cache.Contains(key(c)));
+  EXPECT_FALSE(cache.Hold(key(c)));
+  EXPECT_TRUE(std::filesystem::exists(directory_ + "/notes.txt"));
+  // A smaller limit holds from the start.
+  PackedCache smaller(directory_, bytes + 100, &metrics);
+  EXPECT_EQ(smaller.bytes(), bytes);
 }
 
 TEST_F(PackedCacheTest, AnUnwritableDirectoryCostsOnlyTheCache) {

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 
 from spmmd._proto import layer_catalog_pb2 as catalog_pb2
-from spmmd.errors import InternalError, SpmmdError, from_rpc_error
+from spmmd.errors import InternalError, SpmmdError, UnavailableError, from_rpc_error
 from spmmd.types import Layer, LayerState, Progress, _from_wire
 from spmmd.weights import Content
 
 ProgressCallback = Callable[[Progress], None]
 
 _ATTEMPTS = 4
+# Before an upload whose connection broke goes on over a new one; doubled twice.
+_FIRST_PAUSE = 0.25
 
 
 class Registration:
@@ -51,16 +54,23 @@ class Registration:
     def run(self, start: Callable[[Iterator[catalog_pb2.RegisterLayerRequest]], Any]) -> Layer:
         """Does it on a call that `start` opens; returns when the layer is ready.
 
-        Again when the server relied on another registration that was bringing the same content and did not finish.
+        Again when the server relied on another registration that was bringing the same content and did not finish; and
+        when the connection broke during the upload: the server says what it still has.
         """
+        pause = _FIRST_PAUSE
         for _ in range(_ATTEMPTS - 1):
             try:
                 return self._run_once(start)
+            except UnavailableError:
+                if self._cancelled or self._accepted is None or not self._accepted.content_needed:
+                    raise
+                time.sleep(pause)
+                pause *= 2
             except SpmmdError as error:
                 if error.reason != "CONTENT_SOURCE_LOST":
                     raise
             with self._lock:
-                # The call that ended sent no content, so its sender is done with these.
+                # Each call has its own sender, whose state these are.
                 self._accepted = None
                 self._decided = threading.Event()
                 self._stopped = self._cancelled
@@ -68,7 +78,7 @@ class Registration:
 
     def _run_once(self, start: Callable[[Iterator[catalog_pb2.RegisterLayerRequest]], Any]) -> Layer:
         with self._lock:
-            self._call = start(self._requests())
+            self._call = start(self._requests(self._decided))
             if self._stopped:
                 self._call.cancel()
         layer: Layer | None = None
@@ -97,14 +107,16 @@ class Registration:
             if self._call is not None:
                 self._call.cancel()
 
-    def _requests(self) -> Iterator[catalog_pb2.RegisterLayerRequest]:
+    def _requests(self, decided: threading.Event) -> Iterator[catalog_pb2.RegisterLayerRequest]:
         yield catalog_pb2.RegisterLayerRequest(spec=self._spec)
-        self._decided.wait()
+        decided.wait()
+        accepted = self._accepted
         # No chunk when the server has the content or refused the spec, or when the call is over.
-        if self._content is None or self._accepted is None or not self._accepted.content_needed:
+        if self._content is None or accepted is None or not accepted.content_needed:
             return
-        for chunk in self._content.chunks(self._chunk_bytes):
-            if self._stopped:
+        received = {part.part: part.bytes for part in accepted.received}
+        for chunk in self._content.chunks(self._chunk_bytes, received):
+            if self._stopped or decided is not self._decided:
                 return
             yield catalog_pb2.RegisterLayerRequest(chunk=chunk)
 
@@ -112,7 +124,8 @@ class Registration:
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self._accepted = event.accepted
-            self._report(LayerState.UPLOADING if event.accepted.content_needed else LayerState.PACKING, 0)
+            received = sum(part.bytes for part in event.accepted.received)
+            self._report(LayerState.UPLOADING if event.accepted.content_needed else LayerState.PACKING, received)
         elif kind == "progress":
             self._report(_from_wire(LayerState, event.progress.state), event.progress.received_bytes)
         elif kind == "layer":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,12 +94,14 @@ class Content:
             digest.update(part)
         return digest.hexdigest()
 
-    def chunks(self, chunk_bytes: int) -> Iterator[catalog_pb2.ContentChunk]:
-        """The parts in order, in pieces of at most chunk_bytes."""
+    def chunks(
+        self, chunk_bytes: int, received: Mapping[int, int] | None = None
+    ) -> Iterator[catalog_pb2.ContentChunk]:
+        """The parts in order, in pieces of at most chunk_bytes; without what the server has received of each."""
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes: must be at least 1, got {chunk_bytes}")
         for kind, part in self.parts:
-            for offset in range(0, part.nbytes, chunk_bytes):
+            for offset in range((received or {}).get(kind, 0), part.nbytes, chunk_bytes):
                 data = bytes(part[offset : offset + chunk_bytes])
                 yield catalog_pb2.ContentChunk(part=kind, offset=offset, data=data)  # type: ignore[arg-type]
 
