@@ -16,7 +16,7 @@ step clang-format clang-format --dry-run -Werror "${cxx[@]}"
 step buf .venv/bin/buf lint proto
 step shellcheck shellcheck "${shell[@]}"
 step ruff .venv/bin/ruff check client tests scripts helm
-step ruff-format .venv/bin/ruff format --check tests/operate helm scripts/metrics_doc.py scripts/dashboard_pictures.py scripts/scale_out_sim.py scripts/alert_walkthrough.py
+step ruff-format .venv/bin/ruff format --check tests/operate helm scripts/metrics_doc.py scripts/dashboard_pictures.py scripts/scale_out_sim.py scripts/alert_walkthrough.py scripts/kube_walkthrough.py
 step yamllint yamllint --strict helm/spmmd/values.yaml helm/spmmd/Chart.yaml helm/spmmd/files/rules.yaml helm/spmmd/ci docker tests/operate
 step hadolint .venv/bin/hadolint docker/Dockerfile
 if [ -x .venv/bin/helm ]; then step helm .venv/bin/helm lint --strict --quiet helm/spmmd; fi

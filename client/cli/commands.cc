@@ -71,6 +71,22 @@ void PrintRegistered(const Session& session, const client::RegisterResult& resul
 
 }  // namespace
 
+client::LayerContent LocalWeights::Content() const {
+  auto content = client::LayerContent::Dense(ToRows(w));
+  content.SetBias(bias);
+  return content;
+}
+
+absl::StatusOr<LocalWeights> ReadWeights(const FileAndTensor& file, const std::string& bias) {
+  LocalWeights weights;
+  SPMMD_ASSIGN_OR_RETURN(weights.w, ReadLayerWeights(file));
+  SPMMD_ASSIGN_OR_RETURN(weights.bias, PackedBias(file));
+  if (!bias.empty()) {
+    SPMMD_ASSIGN_OR_RETURN(weights.bias, ReadBias(bias, file, weights.w.rows()));
+  }
+  return weights;
+}
+
 absl::Status Register(const Session& session, const RegisterArgs& args) {
   client::RegisterOptions options;
   options.call = session.call;
@@ -82,16 +98,12 @@ absl::Status Register(const Session& session, const RegisterArgs& args) {
     spec.mutable_file()->set_path(file.path);
     spec.mutable_file()->set_tensor(file.tensor);
     spec.mutable_file()->set_bias_tensor(args.bias);
-    result = session.client->RegisterFile(spec, options);
+    result = session.shards != nullptr ? session.shards->RegisterFile(spec, options)
+                                       : session.client->RegisterFile(spec, options);
   } else {
-    SPMMD_ASSIGN_OR_RETURN(const DenseMatrix w, ReadMatrix(file));
-    SPMMD_ASSIGN_OR_RETURN(std::vector<float> bias, PackedBias(file));
-    if (!args.bias.empty()) {
-      SPMMD_ASSIGN_OR_RETURN(bias, ReadBias(args.bias, file, w.rows()));
-    }
-    auto content = client::LayerContent::Dense(ToRows(w));
-    content.SetBias(bias);
-    result = session.client->Register(args.spec, content, options);
+    SPMMD_ASSIGN_OR_RETURN(const LocalWeights weights, ReadWeights(file, args.bias));
+    result = session.shards != nullptr ? session.shards->Register(args.spec, weights.Content(), options)
+                                       : session.client->Register(args.spec, weights.Content(), options);
   }
   if (session.progress) std::fputs("\r\033[K", stderr);
   if (!result.ok()) return result.status();
@@ -100,7 +112,9 @@ absl::Status Register(const Session& session, const RegisterArgs& args) {
 }
 
 absl::Status List(const Session& session, const std::string& prefix) {
-  SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::Layer> layers, session.client->List(prefix, session.call));
+  SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::Layer> layers, session.shards != nullptr
+                                                                  ? session.shards->List(prefix, session.call)
+                                                                  : session.client->List(prefix, session.call));
   if (session.json) {
     Json list = Json::array();
     for (const auto& layer : layers) list.push_back(ToJson(layer));
@@ -114,7 +128,7 @@ absl::Status List(const Session& session, const std::string& prefix) {
 }
 
 absl::Status Describe(const Session& session, const v1::LayerRef& layer) {
-  SPMMD_ASSIGN_OR_RETURN(const v1::Layer found, session.client->Get(layer, session.call));
+  SPMMD_ASSIGN_OR_RETURN(const v1::Layer found, session.Of(layer.name()).Get(layer, session.call));
   PrintLayer(session, found);
   return absl::OkStatus();
 }
@@ -127,7 +141,7 @@ absl::Status Run(const Session& session, const RunArgs& args) {
   options.version = args.layer.version();
   const absl::Time start = absl::Now();
   SPMMD_ASSIGN_OR_RETURN(const client::MatmulResult result,
-                         session.client->Matmul(args.layer.name(), ToRows(x), options));
+                         session.Of(args.layer.name()).Matmul(args.layer.name(), ToRows(x), options));
   const double latency = absl::ToDoubleSeconds(absl::Now() - start);
   SPMMD_RETURN_IF_ERROR(WriteMatrix(args.output, result.y));
   const double queue = Seconds(result.timing.queue());
@@ -155,7 +169,8 @@ absl::Status Run(const Session& session, const RunArgs& args) {
 }
 
 absl::Status Bench(const Session& session, const v1::BenchmarkRequest& request) {
-  SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::LayerSpeed> speeds, session.client->Benchmark(request, session.call));
+  SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::LayerSpeed> speeds,
+                         session.Of(request.layer().name()).Benchmark(request, session.call));
   if (session.json) {
     Json list = Json::array();
     for (const auto& speed : speeds) list.push_back(ToJson(speed));
@@ -167,7 +182,9 @@ absl::Status Bench(const Session& session, const v1::BenchmarkRequest& request) 
 }
 
 absl::Status Unregister(const Session& session, const v1::LayerRef& layer) {
-  SPMMD_ASSIGN_OR_RETURN(const v1::UnregisterLayerResponse removed, session.client->Unregister(layer, session.call));
+  SPMMD_ASSIGN_OR_RETURN(const v1::UnregisterLayerResponse removed,
+                         session.shards != nullptr ? session.shards->Unregister(layer, session.call)
+                                                   : session.client->Unregister(layer, session.call));
   if (session.json) {
     PrintJson({{"name", layer.name()},
                {"removed_versions", removed.removed_versions()},
@@ -180,44 +197,90 @@ absl::Status Unregister(const Session& session, const v1::LayerRef& layer) {
 }
 
 absl::Status Pin(const Session& session, const v1::LayerRef& layer, bool pinned) {
-  SPMMD_ASSIGN_OR_RETURN(const v1::Layer changed, session.client->Pin(layer, pinned, session.call));
+  SPMMD_ASSIGN_OR_RETURN(const v1::Layer changed, session.shards != nullptr
+                                                      ? session.shards->Pin(layer, pinned, session.call)
+                                                      : session.client->Pin(layer, pinned, session.call));
   PrintLayer(session, changed);
   return absl::OkStatus();
 }
 
 absl::Status Warm(const Session& session, const v1::LayerRef& layer) {
-  SPMMD_ASSIGN_OR_RETURN(const v1::Layer warmed, session.client->Warm(layer, session.call));
+  SPMMD_ASSIGN_OR_RETURN(const v1::Layer warmed, session.shards != nullptr ? session.shards->Warm(layer, session.call)
+                                                                           : session.client->Warm(layer, session.call));
   PrintLayer(session, warmed);
   return absl::OkStatus();
 }
 
-absl::Status Status(const Session& session, const std::string& server, absl::Duration wait) {
-  absl::Status health = wait > absl::ZeroDuration() ? session.client->WaitUntilHealthy(wait)
-                                                    : session.client->CheckHealth("", session.call);
-  absl::StatusOr<v1::ServerInfoResponse> info = session.client->ServerInfo(session.call);
+namespace {
+
+absl::Status StatusOfOne(client::Client& client, const Session& session, const std::string& address,
+                         absl::Duration wait, Json* json) {
+  absl::Status health =
+      wait > absl::ZeroDuration() ? client.WaitUntilHealthy(wait) : client.CheckHealth("", session.call);
+  absl::StatusOr<v1::ServerInfoResponse> info = client.ServerInfo(session.call);
   // A server that cannot be reached has nothing to show, and this error says why better than a wait that ran out.
   if (!info.ok()) return info.status();
-  SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::Device> devices, session.client->DeviceInfo(session.call));
-  if (session.json) {
+  SPMMD_ASSIGN_OR_RETURN(const std::vector<v1::Device> devices, client.DeviceInfo(session.call));
+  if (json != nullptr) {
     Json list = Json::array();
     for (const auto& device : devices) list.push_back(ToJson(device));
-    PrintJson({{"address", server}, {"healthy", health.ok()}, {"server", ToJson(*info)}, {"devices", list}});
-  } else {
-    std::vector<std::string> formats;
-    for (const int format : info->formats()) formats.push_back(ToString(static_cast<v1::Format>(format)));
-    const auto& limits = info->limits();
-    Print(absl::StrFormat("spmmd %s%s%s at %s: %s\n", info->version(), info->revision().empty() ? "" : " ",
-                          info->revision(), server, health.ok() ? "serving" : "NOT SERVING"));
-    Print(absl::StrFormat("  backend      %s\n", info->backend()));
-    Print(absl::StrFormat("  formats      %s\n", absl::StrJoin(formats, ", ")));
-    Print(absl::StrFormat("  extensions   %s\n",
-                          info->extensions().empty() ? "none" : absl::StrJoin(info->extensions(), ", ")));
-    Print(absl::StrFormat("  limits       %d tokens a request, %d a batch, %d requests or %s queued, messages of %s\n",
-                          limits.max_tokens(), limits.max_batch_tokens(), limits.max_queue_depth(),
-                          FormatBytes(limits.max_queue_bytes()), FormatBytes(limits.max_message_bytes())));
-    Print("\n" + DeviceTable(devices));
+    *json = {{"address", address}, {"healthy", health.ok()}, {"server", ToJson(*info)}, {"devices", list}};
+    return health;
   }
+  std::vector<std::string> formats;
+  for (const int format : info->formats()) formats.push_back(ToString(static_cast<v1::Format>(format)));
+  const auto& limits = info->limits();
+  Print(absl::StrFormat("spmmd %s%s%s at %s: %s\n", info->version(), info->revision().empty() ? "" : " ",
+                        info->revision(), address, health.ok() ? "serving" : "NOT SERVING"));
+  if (info->shard_count() > 1) {
+    Print(absl::StrFormat("  shard        %d of %d\n", info->shard_index(), info->shard_count()));
+  }
+  Print(absl::StrFormat("  backend      %s\n", info->backend()));
+  Print(absl::StrFormat("  formats      %s\n", absl::StrJoin(formats, ", ")));
+  Print(absl::StrFormat("  extensions   %s\n",
+                        info->extensions().empty() ? "none" : absl::StrJoin(info->extensions(), ", ")));
+  Print(absl::StrFormat("  limits       %d tokens a request, %d a batch, %d requests or %s queued, messages of %s\n",
+                        limits.max_tokens(), limits.max_batch_tokens(), limits.max_queue_depth(),
+                        FormatBytes(limits.max_queue_bytes()), FormatBytes(limits.max_message_bytes())));
+  Print("\n" + DeviceTable(devices));
   return health;
+}
+
+}  // namespace
+
+absl::Status Status(const Session& session, const std::string& server, absl::Duration wait) {
+  if (session.shards == nullptr) {
+    Json json;
+    absl::Status status = StatusOfOne(*session.client, session, server, wait, session.json ? &json : nullptr);
+    if (!json.is_null()) PrintJson(json);
+    return status;
+  }
+  absl::Status result;
+  Json shards = Json::array();
+  for (int shard = 0; shard < session.shards->count(); ++shard) {
+    Json list = Json::array();
+    absl::StatusOr<std::vector<client::Replica>> replicas = session.shards->Replicas(shard);
+    result.Update(replicas.status());
+    if (!replicas.ok()) replicas.emplace();
+    for (const client::Replica& replica : *replicas) {
+      Json json;
+      const absl::Status status =
+          StatusOfOne(*replica.client, session, replica.address, wait, session.json ? &json : nullptr);
+      if (!status.ok()) {
+        result.Update(absl::Status(
+            status.code(), absl::StrCat("shard ", shard, ", ", replica.address, ": ", std::string(status.message()))));
+      }
+      if (session.json) {
+        if (json.is_null()) json = {{"address", replica.address}, {"healthy", false}};
+        list.push_back(json);
+      } else if (!status.ok()) {
+        Print(absl::StrCat(replica.address, ": ", std::string(status.message()), "\n"));
+      }
+    }
+    shards.push_back({{"shard", shard}, {"replicas", list}});
+  }
+  if (session.json) PrintJson({{"shards", shards}});
+  return result;
 }
 
 }  // namespace spmmd::cli

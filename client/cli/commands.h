@@ -9,18 +9,34 @@
 
 #include "absl/status/status.h"
 #include "client/cli/parse.h"
+#include "client/cli/weights.h"
 #include "client/cpp/client.h"
+#include "client/cpp/sharding.h"
 
 namespace spmmd::cli {
 
 // What every command needs.
 struct Session {
+  // One server, or all shards of several: the other is null.
   client::Client* client;
+  client::ShardedClient* shards;
   client::CallOptions call;
   bool json = false;
   // Progress may be drawn on stderr.
   bool progress = false;
+
+  // Who answers calls that only read or compute.
+  client::Client& Of(const std::string& layer) const { return shards != nullptr ? shards->Of(layer) : *client; }
 };
+
+// Layers read from files, for Register and for what registers many.
+struct LocalWeights {
+  DenseMatrix w;
+  std::vector<float> bias;
+  client::LayerContent Content() const;
+};
+// `bias` may be empty: then a packed-layer file's own counts.
+absl::StatusOr<LocalWeights> ReadWeights(const FileAndTensor& file, const std::string& bias);
 
 struct RegisterArgs {
   std::string file;
@@ -47,7 +63,7 @@ absl::Status Unregister(const Session& session, const v1::LayerRef& layer);
 absl::Status Pin(const Session& session, const v1::LayerRef& layer, bool pinned);
 absl::Status Warm(const Session& session, const v1::LayerRef& layer);
 
-// Prints even when the server is not serving; that is then the error.
+// Prints even when a server is not serving; that is then the error. With shards, a line for each replica of each.
 absl::Status Status(const Session& session, const std::string& server, absl::Duration wait);
 
 }  // namespace spmmd::cli

@@ -10,11 +10,14 @@
 
 #include "CLI/CLI.hpp"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "client/cli/commands.h"
 #include "client/cli/errors.h"
 #include "client/cli/pack.h"
 #include "client/cli/parse.h"
+#include "client/cli/shards.h"
 #include "client/cpp/client.h"
 
 namespace spmmd::cli {
@@ -69,6 +72,7 @@ CLI::Validator Threshold() {
 
 struct Arguments {
   std::string server = "127.0.0.1:8500";
+  std::vector<std::string> shards;  // instead of `server`
   bool json = false;
   double timeout_seconds = 0;
   bool tls = false;
@@ -84,12 +88,21 @@ struct Arguments {
   double wait_seconds = 0;
   PackArgs pack;
   InspectArgs inspect;
+  ShardArgs shard;
+  ApplyArgs apply;
 };
 
 void AddConnectionOptions(CLI::App& app, Arguments& arguments) {
   app.add_option("--server", arguments.server, "Address of spmmd: HOST:PORT or unix:/path")
       ->envname("SPMMD_SERVER")
       ->capture_default_str()
+      ->group("Connection");
+  app.add_option("--shards", arguments.shards,
+                 "Servers that share the layers, instead of --server: one address a shard, in the order of their "
+                 "--shard-index, with ';' between; ipv4:A,B or a name that resolves to several for replicas")
+      ->envname("SPMMD_SHARDS")
+      ->delimiter(';')
+      ->type_name("ADDR;ADDR;...")
       ->group("Connection");
   app.add_option("--timeout", arguments.timeout_seconds,
                  "Seconds that one call may take (60; register, warm, bench: no limit)")
@@ -325,6 +338,36 @@ void AddInspect(CLI::App& app, Arguments& arguments) {
       ->check(Parsed(parse_size));
 }
 
+void AddShard(CLI::App& app, Arguments& arguments) {
+  CLI::App& command = *app.add_subcommand("shard", "Show which shard holds a layer, without a server");
+  ShardArgs& args = arguments.shard;
+  command.add_option("NAME", args.layers, "Names of layers")->required()->type_name("")->expected(1, -1);
+  command.add_option("--count", args.count, "Number of shards")
+      ->required()
+      ->type_name("N")
+      ->check(CLI::Range(1, 1000).description(""));
+  command.add_option("--from", args.from, "Number of shards before: also show what a change moves")
+      ->type_name("N")
+      ->check(CLI::Range(1, 1000).description(""));
+}
+
+void AddApply(CLI::App& app, Arguments& arguments) {
+  CLI::App& command = *app.add_subcommand(
+      "apply", "Make the servers hold a manifest's layers: register what is missing on any replica, leave the rest");
+  ApplyArgs& args = arguments.apply;
+  command
+      .add_option("MANIFEST", args.manifest,
+                  "Layers as spmmd --manifest takes them (text, or JSON in FILE.json); paths are relative to it")
+      ->required()
+      ->type_name("");
+  command.add_flag("--remote", args.remote,
+                   "The files are in the servers' model repositories: nothing is read here, and a layer that is there "
+                   "is taken to be the right one");
+  command.add_flag("--remove", args.remove,
+                   "Then unregister the manifest's layers from shards that are not theirs (any more)");
+  command.add_flag("--dry-run", args.dry_run, "Only show what would be done");
+}
+
 void AddCommands(CLI::App& app, Arguments& arguments) {
   AddRegister(app, arguments);
   app.add_subcommand("list", "List the layers")
@@ -339,6 +382,8 @@ void AddCommands(CLI::App& app, Arguments& arguments) {
   AddLayer(*app.add_subcommand("unpin", "Let a layer be evicted again"), arguments, "NAME or NAME@VERSION");
   AddLayer(*app.add_subcommand("warm", "Bring a layer to its devices and run it once"), arguments,
            "NAME or NAME@VERSION");
+  AddApply(app, arguments);
+  AddShard(app, arguments);
   AddPack(app, arguments);
   AddInspect(app, arguments);
   app.add_subcommand("status", "Show the server, its devices and its health; exit code 1 unless it is serving")
@@ -359,6 +404,7 @@ absl::Status RunCommand(const std::string& command, const Session& session, Argu
     layer = *std::move(parsed);
   }
   if (command == "register") return Register(session, arguments.registration);
+  if (command == "apply") return Apply(session, arguments.server, arguments.apply);
   if (command == "list") return List(session, arguments.prefix);
   if (command == "describe") return Describe(session, layer);
   if (command == "unregister") return Unregister(session, layer);
@@ -388,6 +434,9 @@ int Main(int argc, char** argv) {
   Arguments arguments;
   AddConnectionOptions(app, arguments);
   AddCommands(app, arguments);
+  app.failure_message([](const CLI::App* at, const CLI::Error& error) {
+    return absl::StrCat("spmmctl: ", CLI::FailureMessage::simple(at, error));
+  });
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -406,9 +455,10 @@ int Main(int argc, char** argv) {
   }
 
   const std::string command = app.get_subcommands().front()->get_name();
-  if (command == "pack" || command == "inspect") {
-    const absl::Status status =
-        command == "pack" ? Pack(arguments.pack, arguments.json) : Inspect(arguments.inspect, arguments.json);
+  if (command == "pack" || command == "inspect" || command == "shard") {
+    const absl::Status status = command == "pack"      ? Pack(arguments.pack, arguments.json)
+                                : command == "inspect" ? Inspect(arguments.inspect, arguments.json)
+                                                       : Shard(arguments.shard, arguments.json);
     if (status.ok()) Exit(kOk);
     std::fflush(stdout);
     std::fputs(LocalErrorText(status, arguments.json).c_str(), stderr);
@@ -417,19 +467,31 @@ int Main(int argc, char** argv) {
   if (arguments.tls || !arguments.tls_options.ca_file.empty() || !arguments.tls_options.cert_file.empty()) {
     arguments.options.tls = arguments.tls_options;
   }
-  absl::Status status;
-  absl::StatusOr<std::unique_ptr<client::Client>> client = client::Client::Connect(arguments.server, arguments.options);
-  if (client.ok()) {
-    Session session{client->get(), {}, arguments.json, !arguments.json && isatty(STDERR_FILENO) == 1};
+  absl::StatusOr<std::unique_ptr<client::Client>> client;
+  absl::StatusOr<std::unique_ptr<client::ShardedClient>> shards;
+  absl::Status connected;  // lazily: what fails here are the arguments
+  if (arguments.shards.empty()) {
+    client = client::Client::Connect(arguments.server, arguments.options);
+    connected = client.status();
+  } else {
+    arguments.server = absl::StrJoin(arguments.shards, ";");
+    shards = client::ShardedClient::Connect(arguments.shards, arguments.options);
+    connected = shards.status();
+  }
+  absl::Status status = connected;
+  if (connected.ok()) {
+    Session session{client.ok() ? client->get() : nullptr,
+                    shards.ok() ? shards->get() : nullptr,
+                    {},
+                    arguments.json,
+                    !arguments.json && isatty(STDERR_FILENO) == 1};
     if (arguments.timeout_seconds > 0) session.call.timeout = absl::Seconds(arguments.timeout_seconds);
     status = RunCommand(command, session, arguments);
-  } else {
-    status = client.status();
   }
   if (status.ok()) Exit(kOk);
   std::fflush(stdout);
   std::fputs(ErrorText(status, arguments.server, arguments.json).c_str(), stderr);
-  Exit(client.ok() ? kFailure : kUsage);  // connecting is lazy: what fails there are the arguments
+  Exit(connected.ok() ? kFailure : kUsage);
 }
 
 }  // namespace

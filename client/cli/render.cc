@@ -107,7 +107,9 @@ Json ToJson(const v1::ServerInfoResponse& info) {
             {"max_tokens", limits.max_tokens()},
             {"max_queue_depth", limits.max_queue_depth()},
             {"max_queue_bytes", limits.max_queue_bytes()},
-            {"max_batch_tokens", limits.max_batch_tokens()}}}};
+            {"max_batch_tokens", limits.max_batch_tokens()}}},
+          {"shard_index", info.shard_index()},
+          {"shard_count", info.shard_count()}};
 }
 
 Json ToJson(const v1::Device& device) {

@@ -19,6 +19,23 @@ constexpr char kMatmulInput[] = "x";
 constexpr char kMatmulOutput[] = "y";
 
 constexpr int kUploadAttempts = 4;
+// Before an upload whose connection broke goes on over a new one; doubled twice.
+constexpr absl::Duration kFirstUploadPause = absl::Milliseconds(250);
+
+std::string_view LayerOf(const v1::Program& program) {
+  for (const v1::Step& step : program.steps()) {
+    if (step.has_matmul()) return step.matmul().layer().name();
+  }
+  return {};
+}
+
+// The layer that a request is about, the first one of a program; empty when there is none.
+template <typename Request>
+std::string_view LayerOf(const Request& request) {
+  if constexpr (requires { request.layer(); }) return request.layer().name();
+  if constexpr (requires { request.program(); }) return LayerOf(request.program());
+  return {};
+}
 
 // Protocol Buffers cannot carry more in one message.
 constexpr size_t kMaxMessageBytes = std::numeric_limits<int32_t>::max();
@@ -43,7 +60,8 @@ struct Client::State {
           absl::StrCat("the request has ", bytes, " bytes; a message carries at most ", kMaxMessageBytes));
     }
     grpc::ClientContext context;
-    if (absl::Status status = connection->Prepare(context, call, default_timeout); !status.ok()) return status;
+    absl::Status prepared = connection->Prepare(context, call, default_timeout, LayerOf(request));
+    if (!prepared.ok()) return prepared;
     Response response;
     const grpc::Status status = (stub.*method)(&context, request, &response);
     if (!status.ok()) return FromGrpcStatus(status);
@@ -105,17 +123,24 @@ absl::StatusOr<RegisterResult> Client::Upload(const v1::LayerSpec& spec, const L
                                               const RegisterOptions& options) {
   Connection& connection = *state_->connection;
   const absl::Time start = absl::Now();
+  absl::Duration pause = kFirstUploadPause;
+  bool under_way = false;
   for (int attempt = 1;; ++attempt) {
     CallOptions call = options.call;
     if (call.timeout.has_value()) *call.timeout -= absl::Now() - start;
     grpc::ClientContext context;
-    if (absl::Status status = connection.Prepare(context, call, absl::InfiniteDuration()); !status.ok()) return status;
-    absl::StatusOr<RegisterResult> result =
-        RunUpload(connection.channel(), context, spec, content, connection.options().chunk_bytes, options.progress);
+    absl::Status prepared = connection.Prepare(context, call, absl::InfiniteDuration(), spec.name());
+    if (!prepared.ok()) return prepared;
+    absl::StatusOr<RegisterResult> result = RunUpload(connection.channel(), context, spec, content,
+                                                      connection.options().chunk_bytes, options.progress, &under_way);
+    if (result.ok() || attempt == kUploadAttempts) return result;
     // The server relied on somebody else who was bringing the same content and did not finish. This caller has it too.
-    if (result.ok() || attempt == kUploadAttempts || ErrorReason(result.status()) != "CONTENT_SOURCE_LOST") {
-      return result;
-    }
+    if (ErrorReason(result.status()) == "CONTENT_SOURCE_LOST") continue;
+    // A connection that broke during an upload: the server says what it still has.
+    if (!absl::IsUnavailable(result.status()) || !under_way) return result;
+    if (call.timeout.has_value() && pause > *call.timeout) return result;
+    absl::SleepFor(pause);
+    pause *= 2;
   }
 }
 

@@ -19,6 +19,7 @@ namespace {
 
 constexpr absl::Duration kTokenMaxAge = absl::Minutes(1);
 constexpr size_t kMaxChunkBytes = size_t{4} << 20;
+constexpr char kLayerHeader[] = "spmmd-layer";
 
 absl::StatusOr<std::string> ReadFile(absl::string_view what, const std::string& path) {
   errno = 0;
@@ -153,14 +154,18 @@ absl::StatusOr<std::string> Connection::Token() {
   return token_;
 }
 
-absl::Status Connection::Prepare(grpc::ClientContext& context, const CallOptions& call,
-                                 absl::Duration default_timeout) {
+absl::Status Connection::Prepare(grpc::ClientContext& context, const CallOptions& call, absl::Duration default_timeout,
+                                 std::string_view layer) {
   const absl::Duration timeout = call.timeout.value_or(default_timeout);
   if (timeout != absl::InfiniteDuration()) {
     context.set_deadline(std::chrono::system_clock::now() + absl::ToChronoMicroseconds(timeout));
   }
   context.set_wait_for_ready(call.wait_for_ready);
-  for (const auto& [name, value] : call.headers) context.AddMetadata(name, value);
+  for (const auto& [name, value] : call.headers) {
+    context.AddMetadata(name, value);
+    if (name == kLayerHeader) layer = {};  // the caller's word counts
+  }
+  if (!layer.empty()) context.AddMetadata(kLayerHeader, std::string(layer));
   const absl::StatusOr<std::string> token = Token();
   if (!token.ok()) return token.status();
   if (!token->empty()) context.AddMetadata("authorization", absl::StrCat("Bearer ", *token));

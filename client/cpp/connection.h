@@ -26,8 +26,10 @@ class Connection {
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   const ClientOptions& options() const { return options_; }
 
-  // Sets deadline, wait-for-ready and token. Fails when the token file cannot be read.
-  absl::Status Prepare(grpc::ClientContext& context, const CallOptions& call, absl::Duration default_timeout);
+  // Sets deadline, wait-for-ready, token, and the header that gateways route by: the layer that the call is about, if
+  // any. Fails when the token file cannot be read.
+  absl::Status Prepare(grpc::ClientContext& context, const CallOptions& call, absl::Duration default_timeout,
+                       std::string_view layer = {});
 
  private:
   Connection(std::shared_ptr<grpc::Channel> channel, const ClientOptions& options)

@@ -54,7 +54,8 @@ struct CallOptions {
   std::optional<absl::Duration> timeout{};
   // Wait (within the deadline) for a server that cannot be reached yet, instead of failing with UNAVAILABLE.
   bool wait_for_ready = false;
-  // Further headers of the call, in lower case: {"spmmd-layer", NAME} for a gateway that routes by it.
+  // Further headers of the call, in lower case. A call on a layer names it in the header "spmmd-layer" by itself, for
+  // gateways that route by it; a stream, or a registered program, is told here: {"spmmd-layer", NAME}.
   std::vector<std::pair<std::string, std::string>> headers{};
 };
 

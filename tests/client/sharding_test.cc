@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gmock/gmock.h"
+#include "google/rpc/error_details.pb.h"
 #include "grpcpp/ext/health_check_service_server_builder_option.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/security/server_credentials.h"
@@ -30,7 +31,7 @@ const std::vector<std::string> kLayers = {"block0/up", "block0/down", "block1/up
 // One row of ones, whatever is asked.
 grpc::Status Answer(const v1::ExecuteRequest& request, v1::ExecuteResponse* response) {
   v1::NamedOutput& output = *response->add_outputs();
-  output.set_name(request.program().outputs(0).step());
+  output.set_name(request.has_program() ? request.program().outputs(0).step() : "y");
   output.mutable_tensor()->set_dtype(v1::DATA_TYPE_F32);
   output.mutable_tensor()->add_shape(1);
   output.mutable_tensor()->add_shape(1);
@@ -100,16 +101,33 @@ TEST_F(ShardsTest, ListJoinsTheShardsAndShowsALayerOnce) {
   EXPECT_THAT(names, ElementsAre("both", "own0", "own1", "own2"));
 }
 
-TEST_F(ShardsTest, HeadersReachTheServer) {
-  std::string seen;
+std::vector<std::string> LayerHeaders(const grpc::ServerContext& context) {
+  std::vector<std::string> values;
+  const auto [begin, end] = context.client_metadata().equal_range("spmmd-layer");
+  for (auto entry = begin; entry != end; ++entry) values.emplace_back(entry->second.data(), entry->second.size());
+  return values;
+}
+
+TEST_F(ShardsTest, CallsNameTheirLayerForGateways) {
+  std::vector<std::string> seen;
   fakes_[0].get_layer = [&seen](grpc::ServerContext* context, const v1::GetLayerRequest&, v1::GetLayerResponse*) {
-    const auto header = context->client_metadata().find("spmmd-layer");
-    if (header != context->client_metadata().end()) seen = std::string(header->second.data(), header->second.size());
+    seen = LayerHeaders(*context);
     return grpc::Status::OK;
   };
+  fakes_[0].register_layer = [&seen](grpc::ServerContext* context, RegisterStream*) {
+    seen = LayerHeaders(*context);
+    return grpc::Status(grpc::StatusCode::ABORTED, "enough");
+  };
   ASSERT_EQ(client_->ShardOf("a"), 0);
-  ASSERT_TRUE(client_->Of("a").Get(MakeLayerRef("a"), {.headers = {{"spmmd-layer", "a"}}}).ok());
-  EXPECT_EQ(seen, "a");
+  ASSERT_TRUE(client_->Get(MakeLayerRef("a")).ok());
+  EXPECT_THAT(seen, ElementsAre("a"));
+  ASSERT_TRUE(client_->Of("a").Get(MakeLayerRef("a"), {.headers = {{"spmmd-layer", "b"}}}).ok());
+  EXPECT_THAT(seen, ElementsAre("b")) << "what the caller says counts, and is there once";
+  v1::LayerSpec spec;
+  spec.set_name("a");
+  EXPECT_EQ(client_->Register(spec, LayerContent::Dense(DenseRows::F32(kX, 1, 2))).status().code(),
+            absl::StatusCode::kAborted);
+  EXPECT_THAT(seen, ElementsAre("a"));
 }
 
 TEST(ShardedClientTest, NamesTheAddressThatIsWrong) {
@@ -131,10 +149,29 @@ class Replica final : public v1::SparseMatmul::Service {
   }
   ~Replica() override { Kill(); }
 
-  grpc::Status Execute(grpc::ServerContext*, const v1::ExecuteRequest* request,
+  grpc::Status Execute(grpc::ServerContext* context, const v1::ExecuteRequest* request,
                        v1::ExecuteResponse* response) override {
     ++calls;
+    layers = LayerHeaders(*context);
+    if (!request->has_program() && programs == 0) {
+      google::rpc::ErrorInfo info;
+      info.set_reason("PROGRAM_NOT_FOUND");
+      return ErrorWithDetail(grpc::StatusCode::NOT_FOUND, "not registered", info);
+    }
     return Answer(*request, response);
+  }
+  grpc::Status RegisterProgram(grpc::ServerContext* context, const v1::RegisterProgramRequest*,
+                               v1::RegisterProgramResponse* response) override {
+    ++programs;
+    layers = LayerHeaders(*context);
+    response->set_program_id(program_id);
+    return grpc::Status::OK;
+  }
+  grpc::Status UnregisterProgram(grpc::ServerContext*, const v1::UnregisterProgramRequest*,
+                                 v1::UnregisterProgramResponse*) override {
+    if (programs == 0) return grpc::Status(grpc::StatusCode::NOT_FOUND, "not registered");
+    --programs;
+    return grpc::Status::OK;
   }
 
   void Drain() { server_->GetHealthCheckService()->SetServingStatus(false); }
@@ -142,6 +179,9 @@ class Replica final : public v1::SparseMatmul::Service {
   const std::string& address() const { return address_; }
 
   std::atomic<int> calls{0};
+  std::atomic<int> programs{0};
+  std::string program_id = "p";
+  std::vector<std::string> layers;  // that the last call was said to be about
 
  private:
   std::string address_;
@@ -190,6 +230,61 @@ TEST_F(ReplicasTest, ALostOneCostsNoError) {
   CallUntil([&] { return first_.calls > 5 && second_.calls > 5; });
   first_.Kill();
   for (int i = 0; i < 50; ++i) ASSERT_NO_FATAL_FAILURE(Call());
+}
+
+class ProgramsTest : public ::testing::Test {
+ protected:
+  // One shard of two replicas.
+  std::unique_ptr<ShardedClient> Connect() {
+    const std::string shards[] = {"ipv4:" + first_.address() + "," + second_.address()};
+    return ShardedClient::Connect(shards).value();
+  }
+  absl::Status Run(ShardedClient& client, const ShardedProgram& program) {
+    const std::pair<std::string_view, DenseRows> inputs[] = {{"x", DenseRows::F32(kX, 1, 2)}};
+    return client.Execute(program, inputs).status();
+  }
+
+  const v1::Program program_ = ProgramBuilder().Input("x").Matmul("y", "w", "x").Output("y").Build();
+  Replica first_;
+  Replica second_;
+};
+
+TEST_F(ProgramsTest, GoToEveryReplicaAndComeBackToOneThatLostThem) {
+  const auto client = Connect();
+  const auto program = client->RegisterProgram(program_);
+  ASSERT_TRUE(program.ok()) << program.status();
+  EXPECT_EQ(program->id, "p");
+  EXPECT_EQ(first_.programs, 1);
+  EXPECT_EQ(second_.programs, 1);
+  EXPECT_THAT(second_.layers, ElementsAre("w"));
+  second_.programs = 0;  // it was restarted
+  const int before = second_.calls;
+  while (second_.calls < before + 2) ASSERT_TRUE(Run(*client, *program).ok());
+  EXPECT_EQ(first_.programs, 1) << "no registration more than it was asked for";
+  EXPECT_EQ(second_.programs, 1);
+  EXPECT_TRUE(client->UnregisterProgram(*program).ok());
+  EXPECT_TRUE(client->UnregisterProgram(*program).ok()) << "those that do not know it are passed over";
+  EXPECT_EQ(first_.programs + second_.programs, 0);
+}
+
+TEST_F(ProgramsTest, TravelWithTheCallWhereReplicasDisagree) {
+  second_.program_id = "of another version";
+  const auto client = Connect();
+  const auto program = client->RegisterProgram(program_);
+  ASSERT_TRUE(program.ok()) << program.status();
+  EXPECT_EQ(program->id, "");
+  first_.programs = second_.programs = 0;
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(Run(*client, *program).ok());
+}
+
+TEST(ReplicasOfTest, SplitsListsAndResolvesNames) {
+  EXPECT_THAT(ReplicasOf("ipv4:10.0.0.1:1,10.0.0.2:2").value(), ElementsAre("10.0.0.1:1", "10.0.0.2:2"));
+  EXPECT_THAT(ReplicasOf("ipv6:[::1]:1,[::2]:2").value(), ElementsAre("[::1]:1", "[::2]:2"));
+  EXPECT_THAT(ReplicasOf("unix:/run/s").value(), ElementsAre("unix:/run/s"));
+  EXPECT_THAT(ReplicasOf("dns:///127.0.0.1:7").value(), ElementsAre("dns:///127.0.0.1:7"));
+  const auto unknown = ReplicasOf("no-such-name.invalid:1");
+  EXPECT_EQ(unknown.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(unknown.status().message()), HasSubstr("'no-such-name.invalid:1'"));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fleet import make_repository
 from live import BLOCK, REPOSITORY, Live, Load, Prometheus, self_signed
 from local_server import LocalServer
 
@@ -23,14 +24,21 @@ def binary() -> Path:
 
 
 @pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fleet's model repository."""
+    return make_repository(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
 def loaded(binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalServer, Load]]:
-    """A server with TLS, a model repository and a queue short enough to refuse, and a load on it."""
+    """A server with TLS, a model repository, a queue short enough to refuse and little memory, and a load on it."""
     folder = tmp_path_factory.mktemp("live")
     shutil.copy(BLOCK, folder / "block.safetensors")
     pem, key = self_signed(folder)
     flags = [f"--model-repository={folder}", f"--tls-cert={pem}", f"--tls-key={key}", "--max-queue-bytes=1MiB"]
+    flags += [f"--cache-dir={folder / 'cache'}", "--device-memory-fraction=0.002"]
     with LocalServer(binary, flags) as server:
-        with Load(lambda: spmmd.Client(server.address, tls=spmmd.Tls(ca=pem), timeout=30.0)) as load:
+        with Load(lambda: spmmd.Client(server.address, tls=spmmd.Tls(ca=pem), timeout=30.0), large=3) as load:
             yield server, load
         assert not load.failures, load.failures
         assert server.running, server.log()

@@ -96,16 +96,21 @@ def self_signed(folder: Path, days: int = 2) -> tuple[Path, Path]:
 class Load:
     """Threads that use the server as frontends do, until the block is left; a failed call stops its thread and is kept.
 
-    `events` counts what was done. Refusals that the load provokes on purpose are no failures.
+    `refused` counts the refusals that the load provokes on purpose; they are no failures. `large` layers do not fit
+    into the device's memory together, and are used in turn.
     """
 
-    def __init__(self, connect: Callable[[], spmmd.Client], *, callers: int = 3, pause: float = 0.02) -> None:
+    def __init__(
+        self, connect: Callable[[], spmmd.Client], *, callers: int = 3, pause: float = 0.02, large: int = 0
+    ) -> None:
         self._connect = connect
+        self._large = [f"large{i}" for i in range(large)]
         self._pause = pause
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(self._multiply,)) for _ in range(callers)]
         self._threads.append(threading.Thread(target=self._run, args=(self._register,)))
         self._threads.append(threading.Thread(target=self._run, args=(self._misuse,)))
+        self._threads.append(threading.Thread(target=self._run, args=(self._thrash,)))
         self.failures: list[BaseException] = []
         self.refused = 0
 
@@ -115,6 +120,12 @@ class Load:
             for name, file in (("block0.up", "up.weight"), ("block0.down", "down.weight")):
                 client.register_file(name, "block.safetensors", tensor=file, prune=0.5)
             client.register("dense", rng.standard_normal((64, 384)).astype(np.float16), format="dense")
+            if self._large:
+                # Each a third of the memory: at most two are resident at a time.
+                budget = client.device_info()[0].memory_budget_bytes
+                weight = rng.standard_normal((budget // 3 // 2 // 1024, 1024)).astype(np.float16)
+                for name in self._large:
+                    client.register(name, weight, format="dense")
         for thread in self._threads:
             thread.start()
         return self
@@ -153,6 +164,14 @@ class Load:
         client.list()
         self._stop.wait(0.3)
 
+    def _thrash(self, client: spmmd.Client, rng: np.random.Generator) -> None:
+        for name in self._large:
+            try:
+                client.matmul(name, rng.standard_normal((1, 1024)).astype(np.float32))
+            except spmmd.ResourceExhaustedError:
+                self.refused += 1
+        self._stop.wait(0.5)
+
     def _misuse(self, client: spmmd.Client, rng: np.random.Generator) -> None:
         with contextlib.suppress(spmmd.NotFoundError):
             client.matmul("no-such-layer", np.ones((1, 4), np.float32))
@@ -185,6 +204,7 @@ class Prometheus:
         binary: str | None = None,
         labels: str = 'namespace: "operate"',
         alertmanager: str = "",
+        scrape_configs: str = "",
     ) -> None:
         found = binary or shutil.which("prometheus")
         if found is None:
@@ -195,6 +215,7 @@ class Prometheus:
         self._rules = list(rules)
         self._labels = labels
         self._alertmanager = alertmanager
+        self._scrape_configs = scrape_configs  # further ones, as lines of YAML
         self._folder = Path(tempfile.mkdtemp(prefix="spmmd-prometheus-"))
         self._process: subprocess.Popen[bytes] | None = None
         self.address = f"127.0.0.1:{free_port()}"
@@ -205,6 +226,7 @@ rule_files: {json.dumps([str(rule) for rule in self._rules])}
 scrape_configs:
   - job_name: spmmd
     static_configs: [{{targets: {json.dumps(self._targets)}, labels: {{{self._labels}}}}}]
+{self._scrape_configs}
 """
         if self._alertmanager:
             config += f"alerting: {{alertmanagers: [{{static_configs: [{{targets: ['{self._alertmanager}']}}]}}]}}\n"

@@ -4,122 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import grpc
 import numpy as np
 import pytest
+from fleet import LAYERS, Caller, X, assert_right, executed, server, shards, weight_of
 from live import REPOSITORY, free_port, scrape
 from local_server import LocalServer
 
 import spmmd
-
-LAYERS = [f"block{i}/{part}" for i in range(6) for part in ("up", "down")] + ["head"]
-ROWS, COLUMNS = 24, 32
-
-
-def weight_of(layer: str) -> Any:
-    """A matrix of its own for every layer, small integers so that products are exact."""
-    rng = np.random.default_rng(sum(layer.encode()))
-    return rng.integers(-3, 4, (ROWS, COLUMNS)).astype(np.float32)
-
-
-X = np.arange(3 * COLUMNS, dtype=np.float32).reshape(3, COLUMNS) % 7
-
-
-def assert_right(layer: str, y: Any) -> None:
-    np.testing.assert_array_equal(y, X @ weight_of(layer).T, err_msg=layer)
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with the layers and the manifest that every server gets."""
-    folder = tmp_path_factory.mktemp("models")
-    manifest = ""
-    for layer in LAYERS:
-        name = layer.replace("/", "_") + ".npy"
-        np.save(folder / name, weight_of(layer))
-        manifest += f'layers {{ name: "{layer}" file {{ path: "{name}" }} }}\n'
-    (folder / "layers.textproto").write_text(manifest)
-    return folder
-
-
-def server(binary: Path, repository: Path, *flags: str, port: int = 0) -> LocalServer:
-    return LocalServer(
-        binary,
-        [f"--model-repository={repository}", "--cpu-threads=1", *flags],
-        listen=f"127.0.0.1:{port}",
-    )
-
-
-def executed(one: LocalServer) -> float:
-    """Calls of Execute that a server has answered."""
-    return sum(
-        value
-        for name, labels, value in scrape(one.metrics)[2]
-        if name == "spmmd_requests_total" and labels["rpc"].endswith("/Execute") and labels["code"] == "OK"
-    )
-
-
-class Caller:
-    """Multiplies with all layers in turn until the block is left; wrong answers and errors are kept."""
-
-    def __init__(self, client: spmmd.ShardedClient | spmmd.Client, layers: list[str] | None = None) -> None:
-        self._client = client
-        self._layers = layers or LAYERS
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.calls = 0
-        self.wrong: list[BaseException] = []
-        self.errors: list[spmmd.SpmmdError] = []
-
-    def __enter__(self) -> Caller:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        assert not self.wrong, self.wrong[0]
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            layer = self._layers[self.calls % len(self._layers)]
-            try:
-                assert_right(layer, self._client.matmul(layer, X, timeout=20.0))
-            except spmmd.SpmmdError as error:
-                self.errors.append(error)
-            except BaseException as error:
-                self.wrong.append(error)
-            self.calls += 1
-
-    def wait(self, calls: int = 60) -> None:
-        """Until that many further calls are done."""
-        target = self.calls + calls
-        deadline = time.monotonic() + 30
-        while self.calls < target and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert self.calls >= target, "the caller makes no progress"
-
-
-@contextmanager
-def shards(binary: Path, repository: Path, counts: list[tuple[int, int]]) -> Iterator[list[LocalServer]]:
-    """Servers for (index, count) pairs."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(server(binary, repository, f"--shard-index={i}", f"--shard-count={n}"))
-            for i, n in counts
-        ]
-
 
 # ---- replicas
 
@@ -318,51 +216,105 @@ def test_uploads_go_to_every_replica_of_the_shard(binary: Path, repository: Path
             client.unregister("other")
 
 
-# ---- a gateway for clients that do not shard
+# ---- programs and asyncio
 
 
-def test_a_gateway_routes_by_header(binary: Path, repository: Path, tmp_path: Path) -> None:
-    """With nginx, as Envoy is not to be had here: the same rule, a table from the layer's name to its shard."""
-    nginx = shutil.which("nginx") or "/usr/sbin/nginx"
-    if not os.access(nginx, os.X_OK):
-        pytest.skip(
-            "nginx is not installed: apt-get install nginx-light (it starts a web server, so no script of ours does)"
-        )
-    with shards(binary, repository, [(i, 2) for i in range(2)]) as servers:
-        port = free_port()
-        table = "".join(f'"{layer}" shard{spmmd.shard_of(layer, 2)};' for layer in LAYERS)
-        upstreams = "".join(f"upstream shard{i} {{ server {one.address}; }}" for i, one in enumerate(servers))
-        (tmp_path / "nginx.conf").write_text(
-            f"""daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log;
-            events {{}}
-            http {{
-              access_log off; client_max_body_size 0; client_body_temp_path {tmp_path}/body;
-              {upstreams}
-              map $http_spmmd_layer $shard {{ default ""; {table} }}
-              server {{
-                listen 127.0.0.1:{port} http2;
-                location / {{
-                  if ($shard = "") {{ return 404; }}
-                  grpc_pass grpc://$shard;
-                }}
-              }}
-            }}"""
-        )
-        process = subprocess.Popen([nginx, "-c", str(tmp_path / "nginx.conf"), "-e", str(tmp_path / "error.log")])
-        try:
-            with spmmd.Client(f"127.0.0.1:{port}", timeout=20.0) as client:
-                client.wait_ready()
+def gate(prefix: str) -> spmmd.Program:
+    """up(x) * down(x) of one block."""
+    program = spmmd.Program()
+    x = program.input("x")
+    program.mul(program.matmul(f"{prefix}/up", x), program.matmul(f"{prefix}/down", x))
+    return program
+
+
+def assert_gate(prefix: str, outputs: spmmd.Outputs) -> None:
+    (y,) = outputs.values()
+    np.testing.assert_array_equal(y, (X @ weight_of(f"{prefix}/up").T) * (X @ weight_of(f"{prefix}/down").T))
+
+
+def test_registered_programs_run_on_every_replica_of_their_shard(binary: Path, repository: Path) -> None:
+    with ExitStack() as stack:
+
+        def start(index: int, port: int = 0) -> LocalServer:
+            return stack.enter_context(
+                server(binary, repository, f"--shard-index={index}", "--shard-count=2", port=port)
+            )
+
+        prefix = next(f"block{i}" for i in range(6) if spmmd.shard_of(f"block{i}/up", 2) == 1)
+        late = free_port()
+        first = start(1)
+        addresses = [[start(0).address], [first.address, f"127.0.0.1:{late}"]]
+        client = stack.enter_context(spmmd.ShardedClient([addresses[0], [first.address]], timeout=20.0))
+        program = client.register_program(gate(prefix))
+        assert program.registered is not None
+        assert_gate(prefix, client.execute(program, X))
+        # A replica that starts later does not know it: the call succeeds all the same, and the next ones by the id.
+        second = start(1, late)
+        client.reshard(addresses)
+        deadline = time.monotonic() + 20
+        while executed(second) < 5 and time.monotonic() < deadline:
+            assert_gate(prefix, client.execute(program, X))
+        assert executed(second) >= 5
+        with spmmd.Client(second.address) as direct:
+            assert_gate(prefix, direct.execute(program.registered, X))
+        client.unregister_program(program)
+        for one in (first, second):
+            with spmmd.Client(one.address) as direct, pytest.raises(spmmd.NotFoundError):
+                direct.execute(program.registered, X)
+        over_two = gate(prefix)
+        other = next(f"block{i}/up" for i in range(6) if spmmd.shard_of(f"block{i}/up", 2) == 0)
+        over_two.matmul(other, spmmd.Value("x"))
+        with pytest.raises(ValueError, match="several shards"):
+            client.register_program(over_two)
+
+
+def test_the_asyncio_client_knows_shards(binary: Path, repository: Path) -> None:
+    async def call(fleet: list[list[LocalServer]]) -> None:
+        addresses = [[one.address for one in replicas] for replicas in fleet]
+        async with spmmd.AsyncShardedClient(addresses, timeout=20.0) as client:
+            results = await asyncio.gather(*(client.matmul(layer, X) for layer in LAYERS))
+            for layer, y in zip(LAYERS, results, strict=True):
+                assert_right(layer, y)
+            assert [layer.name for layer in await client.list()] == sorted(LAYERS)
+            for layer in ("late/a", "other"):
+                await client.register(layer, weight_of(layer))
+                await client.pin(layer)
+                await client.warm(layer)
+                for address in addresses[client.shard_of(layer)]:
+                    async with spmmd.AsyncClient(address) as direct:
+                        assert_right(layer, await direct.matmul(layer, X))
+                        assert (await direct.get(layer)).pinned
+            assert (await client.unregister("other")).versions == 1
+            with pytest.raises(spmmd.NotFoundError):
+                await client.unregister("other")
+            program = await client.register_program(gate("block1"))
+            for _ in range(8):
+                assert_gate("block1", await client.execute(program, X))
+                assert_gate("block1", await client.execute(gate("block1"), X))
+            await client.unregister_program(program)
+            async with client.stream("head") as stream:
+                assert_right("head", await (await stream.matmul("head", X)))
+            # A replica that is gone costs nothing.
+            os.kill(fleet[1][0].pid, signal.SIGKILL)
+            for _ in range(4):
                 for layer in LAYERS:
-                    assert_right(layer, client.matmul(layer, X))
-                    assert client.get(layer).name == layer
-                    with client.stream(layer=layer) as stream:
-                        assert_right(layer, stream.matmul(layer, X).result(20))
-                with pytest.raises(spmmd.SpmmdError) as caught:
-                    client.matmul("no/such", X)
-                assert caught.value.code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN)
-        finally:
-            process.terminate()
-            process.wait(10)
+                    assert_right(layer, await client.matmul(layer, X))
+
+    with ExitStack() as stack:
+        fleet = [
+            [stack.enter_context(server(binary, repository, f"--shard-index={i}", "--shard-count=2")) for _ in range(2)]
+            for i in range(2)
+        ]
+        asyncio.run(call(fleet))
+
+
+def test_a_server_tells_its_shard(binary: Path, repository: Path) -> None:
+    flags = ("--shard-index=1", "--shard-count=3", "--shard-transition-from=2")
+    with server(binary, repository, *flags) as one, spmmd.Client(one.address) as client:
+        info = client.server_info()
+        assert (info.shard_index, info.shard_count) == (1, 2), "while the number changes the smaller one holds"
+        samples = [(labels, value) for name, labels, value in scrape(one.metrics)[2] if name == "spmmd_shard_count"]
+        assert samples == [({"shard": "1"}, 2.0)]
 
 
 def test_the_plan_is_what_the_simulation_says() -> None:
