@@ -93,7 +93,7 @@ absl::StatusOr<uint64_t> FileBytes(const std::string& path) {
 // One weight into one file; what was written, for the report.
 absl::StatusOr<Json> PackOne(const PackArgs& args, const FileAndTensor& from, const std::string& to, bool json) {
   const std::string source = from.tensor.empty() ? from.path : absl::StrCat(from.path, ":", from.tensor);
-  SPMMD_ASSIGN_OR_RETURN(DenseMatrix w, ReadMatrix(from));
+  SPMMD_ASSIGN_OR_RETURN(DenseMatrix w, ReadLayerWeights(from));
   std::vector<float> bias;
   if (!args.bias.empty()) {
     SPMMD_ASSIGN_OR_RETURN(bias, ReadBias(args.bias, from, w.rows()));

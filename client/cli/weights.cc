@@ -1,6 +1,7 @@
 #include "client/cli/weights.h"
 
 #include <cstddef>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -9,6 +10,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/format/compressed_tensors.h"
 #include "kernels/format/container.h"
+#include "kernels/format/file_io.h"
 #include "kernels/format/npy.h"
 #include "kernels/format/safetensors.h"
 
@@ -79,6 +81,24 @@ absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file) {
                                                    ":TENSOR: ", absl::StrJoin(matrices, ", ")));
   }
   return ReadCheckpointWeight(&checkpoint, matrices[0]);
+}
+
+absl::StatusOr<DenseMatrix> ReadLayerWeights(const FileAndTensor& file) {
+  SPMMD_ASSIGN_OR_RETURN(DenseMatrix w, ReadMatrix(file));
+  if (w.rows() != 1 || file.is_packed) return w;
+  size_t dimensions = 2;
+  if (file.is_npy) {
+    SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<const MappedFile> bytes, MappedFile::Open(file.path));
+    SPMMD_ASSIGN_OR_RETURN(const NpyArray array, ParseNpy(bytes->bytes()));
+    dimensions = array.shape.size();
+  } else if (!file.tensor.empty()) {
+    SPMMD_ASSIGN_OR_RETURN(SafetensorsCheckpoint checkpoint, SafetensorsCheckpoint::Open(file.path));
+    SPMMD_ASSIGN_OR_RETURN(const WeightDescription weight, DescribeCheckpointWeight(&checkpoint, file.tensor));
+    dimensions = weight.shape.size();
+  }
+  if (dimensions == 2) return w;
+  return absl::InvalidArgumentError(absl::StrCat(file.path, file.tensor.empty() ? "" : ":", file.tensor,
+                                                 ": has 1 dimension, a layer has 2 (--bias takes a vector)"));
 }
 
 absl::StatusOr<std::vector<float>> PackedBias(const FileAndTensor& file) {

@@ -17,6 +17,10 @@ namespace spmmd::cli {
 // Errors name the file, and list tensors when the name is missing or wrong.
 absl::StatusOr<DenseMatrix> ReadMatrix(const FileAndTensor& file);
 
+// A matrix as a layer's weights: INVALID_ARGUMENT for a vector, which ReadMatrix gives as one row and which is most
+// likely a bias.
+absl::StatusOr<DenseMatrix> ReadLayerWeights(const FileAndTensor& file);
+
 // The bias in a packed-layer file; empty when it has none, and for every other file.
 absl::StatusOr<std::vector<float>> PackedBias(const FileAndTensor& file);
 

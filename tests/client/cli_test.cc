@@ -1,5 +1,7 @@
 // The parts of spmmctl that need no server: argument parsing, local files, tables, JSON, error texts.
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -84,6 +86,32 @@ TEST(Weights, ReadsNpyAndSafetensorsAndListsTensors) {
   EXPECT_EQ(several.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(several.message()), AllOf(HasSubstr("several matrices"), HasSubstr("q.weight")));
   EXPECT_THAT(std::string(ReadMatrix({block.path, "nonsense", false}).status().message()), HasSubstr("nonsense"));
+}
+
+TEST(Weights, AVectorIsNoLayer) {
+  const std::string block = "tests/data/minilm-block0/block.safetensors";
+  const auto message = [](const FileAndTensor& file) { return std::string(ReadLayerWeights(file).status().message()); };
+  EXPECT_THAT(message({block, "q.bias", false}), HasSubstr("block.safetensors:q.bias: has 1 dimension, a layer has 2"));
+  EXPECT_TRUE(ReadMatrix({block, "q.bias", false}).ok());  // fine as a bias
+  EXPECT_TRUE(ReadLayerWeights({block, "q.weight", false}).ok());
+  EXPECT_THAT(message({block, "nonsense", false}), HasSubstr("no tensor 'nonsense'"));
+
+  const std::string path = testing::TempDir() + "cli_test_vector.npy";
+  const float elements[] = {1, 2, 3};
+  const std::string bytes(reinterpret_cast<const char*>(elements), sizeof(elements));
+  ASSERT_TRUE(WriteMatrix(path, {v1::DATA_TYPE_F32, 1, 3, bytes}).ok());
+  EXPECT_TRUE(ReadLayerWeights(*ParseFile(path)).ok());  // [1, 3] is a matrix
+  std::string file;
+  {
+    std::ifstream in(path, std::ios::binary);
+    file.assign(std::istreambuf_iterator<char>(in), {});
+  }
+  const size_t shape = file.find("(1, 3)");
+  ASSERT_NE(shape, std::string::npos);
+  file.replace(shape, 6, "(3,)  ");
+  std::ofstream(path, std::ios::binary) << file;
+  EXPECT_THAT(message(*ParseFile(path)), HasSubstr("cli_test_vector.npy: has 1 dimension"));
+  std::filesystem::remove(path);
 }
 
 TEST(Weights, BiasMustFitTheRows) {
