@@ -38,8 +38,8 @@ grpc::ByteBuffer EncodeSpec(const v1::LayerSpec& spec) {
 // what is ready and take in the server's events.
 class Upload : public grpc::ClientBidiReactor<grpc::ByteBuffer, v1::RegisterLayerResponse> {
  public:
-  Upload(grpc::ClientContext& context, const LayerContent* content, const ProgressCallback& progress)
-      : context_(context), content_(content), progress_(progress) {}
+  Upload(grpc::ClientContext& context, const LayerContent* content, const ProgressCallback& progress, bool* under_way)
+      : context_(context), content_(content), progress_(progress), under_way_(under_way) {}
 
   absl::StatusOr<RegisterResult> Run(const std::shared_ptr<grpc::Channel>& channel, const v1::LayerSpec& spec,
                                      size_t chunk_bytes) {
@@ -126,9 +126,18 @@ class Upload : public grpc::ClientBidiReactor<grpc::ByteBuffer, v1::RegisterLaye
     return false;
   }
 
+  // Bytes of a part that the server has from an upload that was cut off.
+  size_t Received(v1::ContentPart part) {
+    absl::MutexLock lock(&mutex_);
+    for (const v1::PartReceived& received : accepted_->received()) {
+      if (received.part() == part) return received.bytes();
+    }
+    return 0;
+  }
+
   void SendContent(size_t chunk_bytes) {
     for (const LayerContent::Part& part : content_->parts()) {
-      for (size_t offset = 0; offset < part.bytes.size(); offset += chunk_bytes) {
+      for (size_t offset = Received(part.part); offset < part.bytes.size(); offset += chunk_bytes) {
         const auto data = part.bytes.subspan(offset, chunk_bytes);
         Chunk chunk{EncodeChunk(part.part, offset, data), data.size()};
         absl::MutexLock lock(&mutex_);
@@ -156,7 +165,10 @@ class Upload : public grpc::ClientBidiReactor<grpc::ByteBuffer, v1::RegisterLaye
     }
     if (!protocol_error_.ok()) return protocol_error_;
     if (!status_->ok() && cancelled_) return absl::CancelledError("cancelled by the progress callback");
-    if (!status_->ok()) return FromGrpcStatus(*status_);
+    if (!status_->ok()) {
+      *under_way_ = accepted_.has_value() && accepted_->content_needed();
+      return FromGrpcStatus(*status_);
+    }
     if (!layer_.has_value()) return absl::InternalError("the server ended the registration without a layer");
     const bool uploaded = accepted_.has_value() && accepted_->content_needed();
     return RegisterResult{*std::move(layer_), uploaded, sent_};
@@ -190,6 +202,7 @@ class Upload : public grpc::ClientBidiReactor<grpc::ByteBuffer, v1::RegisterLaye
   grpc::ClientContext& context_;
   const LayerContent* const content_;
   const ProgressCallback& progress_;
+  bool* const under_way_;
   v1::RegisterLayerResponse response_;  // written by gRPC between StartRead and OnReadDone
 
   absl::Mutex mutex_;
@@ -241,8 +254,9 @@ grpc::ByteBuffer EncodeChunk(v1::ContentPart part, uint64_t offset, absl::Span<c
 
 absl::StatusOr<RegisterResult> RunUpload(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext& context,
                                          const v1::LayerSpec& spec, const LayerContent* content, size_t chunk_bytes,
-                                         const ProgressCallback& progress) {
-  Upload upload(context, content, progress);
+                                         const ProgressCallback& progress, bool* under_way) {
+  *under_way = false;
+  Upload upload(context, content, progress, under_way);
   return upload.Run(channel, spec, chunk_bytes);
 }
 

@@ -18,10 +18,11 @@ namespace spmmd::client {
 grpc::ByteBuffer EncodeChunk(v1::ContentPart part, uint64_t offset, absl::Span<const std::byte> data);
 
 // Runs the whole conversation on a prepared context; returns when the server has ended it. `content` may be null when
-// the spec names a file.
+// the spec names a file. Sends what the server does not have. `under_way` tells of a failure whether the server had
+// asked for content.
 absl::StatusOr<RegisterResult> RunUpload(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext& context,
                                          const v1::LayerSpec& spec, const LayerContent* content, size_t chunk_bytes,
-                                         const ProgressCallback& progress);
+                                         const ProgressCallback& progress, bool* under_way);
 
 }  // namespace spmmd::client
 

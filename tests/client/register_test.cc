@@ -164,6 +164,52 @@ TEST_F(RegisterTest, TakesOverWhenTheOneWhoBroughtTheContentIsLost) {
   EXPECT_EQ(calls, 4);
 }
 
+TEST_F(RegisterTest, GoesOnWhereABrokenConnectionWas) {
+  std::atomic<int> calls = 0;
+  std::string values;  // as a server keeps them from one call to the next
+  std::vector<uint64_t> first_offsets;
+  fake_.register_layer = [&](grpc::ServerContext*, RegisterStream* stream) -> grpc::Status {
+    const int call = ++calls;
+    v1::RegisterLayerRequest request;
+    stream->Read(&request);
+    const v1::LayerSpec spec = request.spec();
+    v1::RegisterLayerResponse response;
+    response.mutable_accepted()->set_content_needed(true);
+    if (!values.empty()) {
+      v1::PartReceived& received = *response.mutable_accepted()->add_received();
+      received.set_part(v1::CONTENT_PART_VALUES);
+      received.set_bytes(values.size());
+    }
+    stream->Write(response);
+    for (int chunk = 0; stream->Read(&request); ++chunk) {
+      if (chunk == 0) first_offsets.push_back(request.chunk().offset());
+      if (request.chunk().offset() != values.size()) return {grpc::StatusCode::INVALID_ARGUMENT, "gap"};
+      values += request.chunk().data();
+      if (call < 3 && chunk == 1) return {grpc::StatusCode::UNAVAILABLE, "connection reset"};
+    }
+    Finish(stream, spec);
+    return grpc::Status::OK;
+  };
+  const auto result = client_->Register(Named("w"), Content());
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(calls, 3);
+  EXPECT_THAT(first_offsets, ElementsAre(0, 2000, 4000));
+  EXPECT_EQ(values, std::string(reinterpret_cast<const char*>(values_.data()), values_.size() * sizeof(float)));
+  EXPECT_EQ(result->uploaded_bytes, values.size() - 4000);
+
+  // One that never answers is given up.
+  calls = 0;
+  fake_.register_layer = [&](grpc::ServerContext*, RegisterStream* stream) -> grpc::Status {
+    ++calls;
+    v1::RegisterLayerRequest request;
+    stream->Read(&request);
+    Accept(stream, true);
+    return {grpc::StatusCode::UNAVAILABLE, "connection reset"};
+  };
+  EXPECT_EQ(client_->Register(Named("w"), Content()).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(calls, 4);
+}
+
 TEST_F(RegisterTest, ProgressReachesTheTotal) {
   fake_.register_layer = [](grpc::ServerContext*, RegisterStream* stream) {
     v1::RegisterLayerRequest request;
