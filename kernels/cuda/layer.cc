@@ -130,6 +130,10 @@ Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const Forma
             : cudaMemcpy(to, section.data, section.size, cudaMemcpyHostToDevice);
     if (Status status = FromCuda(error, "cudaMemcpy of a section"); !status.ok()) return fail(std::move(status));
   }
+  // Copies from pageable memory may return before they arrive, and callers' streams do not wait for the default one.
+  if (Status status = FromCuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize"); !status.ok()) {
+    return fail(std::move(status));
+  }
   *out = layer;
   return {};
 }
