@@ -183,6 +183,20 @@ TEST_F(ResidencyTest, EvictionCanBeSwitchedOff) {
   EXPECT_EQ(Layers(core, "ready"), 2);
 }
 
+TEST_F(ResidencyTest, WhatIsUnregisteredMakesRoomBeforeTheAnswer) {
+  CoreOptions options = Options(1);
+  options.residency.evict = false;
+  Core core(options);
+  for (int round = 0; round < 100; ++round) {
+    // Each takes more than half of the budget.
+    const auto layer = Register(core, round % 2);
+    ASSERT_TRUE(layer.ok()) << round << ": " << layer.status();
+    ASSERT_GT(2 * estimate_, core.device.budget().limit());
+    ASSERT_TRUE(core.Unregister(NameOf(round % 2)).ok());
+    ASSERT_EQ(core.device.budget().used(MemoryKind::kWeights), 0);
+  }
+}
+
 TEST_F(ResidencyTest, HostMemoryComesBeforeTheCacheAndIsBounded) {
   CoreOptions options = Options(2);
   options.residency.host_limit_bytes = packed_ + packed_ / 2;  // one layer
@@ -343,11 +357,10 @@ TEST_F(ResidencyTest, WaitingForALayerEndsWithCancellationAndDeadline) {
   pb::ExecuteResponse response;
   absl::Notification ended;
   absl::Status result;
-  const Engine::Call call =
-      core.engine.Execute(request, &response, absl::InfiniteFuture(), [&](absl::Status status) {
-        result = std::move(status);
-        ended.Notify();
-      });
+  const Engine::Call call = core.engine.Execute(request, &response, absl::InfiniteFuture(), [&](absl::Status status) {
+    result = std::move(status);
+    ended.Notify();
+  });
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_EQ(Series(core.metrics, "spmmd_requests_waiting_for_layers"), 1);
   EXPECT_FALSE(ended.HasBeenNotified());

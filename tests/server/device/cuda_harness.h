@@ -45,9 +45,10 @@ inline absl::StatusOr<std::shared_ptr<const CudaLibrary>> UsableCuda() {
 class CudaCore {
  public:
   explicit CudaCore(const std::shared_ptr<const CudaLibrary>& library, DeviceOptions options = {},
-                    Engine::Options engine_options = {})
+                    Engine::Options engine_options = {}, const Residency::Options& residency = {})
       : device(*CudaDevice::Open(library, 0, options, &metrics)),
-        catalog({.model_repository = "", .upload_limit_bytes = uint64_t{1} << 30}, {device.get()}, &metrics),
+        catalog({.model_repository = "", .upload_limit_bytes = uint64_t{1} << 30, .residency = residency},
+                {device.get()}, &metrics),
         engine(engine_options, &catalog, &metrics) {}
 
   absl::StatusOr<pb::Layer> Register(const pb::LayerSpec& spec, const DenseView& w,

@@ -13,6 +13,7 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "grpc/health/v1/health.grpc.pb.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "tests/server/testing/server_harness.h"
 
@@ -277,6 +278,84 @@ TEST_F(RegisterLayerTest, AClientThatGoesAwayLeavesNothing) {
   }
   ExpectNothingLeft();
   EXPECT_TRUE(server_.Register("gone", layer).ok());
+}
+
+TEST_F(RegisterLayerTest, AnUploadGoesOnAfterItsConnectionBroke) {
+  const TestLayer layer = TestLayer::Random(256, 256, 4);
+  const std::string bytes = layer.Bytes();
+  pb::Layer registered;
+  ASSERT_TRUE(
+      server_.Register(DenseSpec("first", 256, 256), {Chunk(pb::CONTENT_PART_VALUES, 0, bytes)}, &registered).ok());
+  pb::UnregisterLayerRequest unregister;
+  unregister.mutable_layer()->set_name("first");
+  pb::UnregisterLayerResponse removed;
+  grpc::ClientContext unregister_context;
+  ASSERT_TRUE(server_.catalog().UnregisterLayer(&unregister_context, unregister, &removed).ok());
+  pb::RegisterLayerRequest request;
+  *request.mutable_spec() = DenseSpec("again", 256, 256);
+  request.mutable_spec()->set_content_xxh3(registered.content_xxh3());
+  const pb::RegisterLayerRequest spec = request;
+  pb::RegisterLayerResponse response;
+  const size_t half = bytes.size() / 2;
+  {
+    grpc::ClientContext context;
+    auto stream = server_.catalog().RegisterLayer(&context);
+    ASSERT_TRUE(stream->Write(spec));
+    ASSERT_TRUE(stream->Read(&response));
+    ASSERT_TRUE(response.accepted().content_needed());
+    EXPECT_EQ(response.accepted().received_size(), 0);
+    *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, 0, bytes.substr(0, half));
+    ASSERT_TRUE(stream->Write(request));
+    // Until the server has it.
+    while (!response.has_progress() || response.progress().received_bytes() < half) {
+      absl::SleepFor(absl::Milliseconds(110));
+      *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, half, "");
+      ASSERT_TRUE(stream->Write(request));
+      ASSERT_TRUE(stream->Read(&response));
+    }
+    context.TryCancel();
+    while (stream->Read(&response)) {
+    }
+    EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  }
+  // The device's memory is free at once, what was received is kept.
+  EXPECT_TRUE(TestServer::Eventually([&] { return server_.app().catalog().devices()[0]->budget().used() == 0; }));
+  EXPECT_GE(server_.Metric("spmmd_upload_bytes"), static_cast<double>(half));
+  grpc::ClientContext context;
+  auto stream = server_.catalog().RegisterLayer(&context);
+  ASSERT_TRUE(stream->Write(spec));
+  ASSERT_TRUE(stream->Read(&response));
+  ASSERT_EQ(response.accepted().received_size(), 1);
+  EXPECT_EQ(response.accepted().received(0).bytes(), half);
+  *request.mutable_chunk() = Chunk(pb::CONTENT_PART_VALUES, half, bytes.substr(half));
+  ASSERT_TRUE(stream->Write(request));
+  ASSERT_TRUE(stream->WritesDone());
+  while (stream->Read(&response)) {
+  }
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(response.layer().content_xxh3(), registered.content_xxh3());
+  EXPECT_EQ(server_.Metric("spmmd_upload_bytes"), 0);
+}
+
+TEST_F(RegisterLayerTest, TheServerServesWhileALayerIsRegistered) {
+  grpc::ClientContext context;
+  auto stream = server_.catalog().RegisterLayer(&context);
+  pb::RegisterLayerRequest request;
+  *request.mutable_spec() = DenseSpec("slow", 256, 256);
+  ASSERT_TRUE(stream->Write(request));
+  pb::RegisterLayerResponse response;
+  ASSERT_TRUE(stream->Read(&response));
+  const auto health = grpc::health::v1::Health::NewStub(server_.NewChannel());
+  grpc::health::v1::HealthCheckResponse answer;
+  grpc::ClientContext health_context;
+  ASSERT_TRUE(health->Check(&health_context, {}, &answer).ok());
+  EXPECT_EQ(answer.status(), grpc::health::v1::HealthCheckResponse::SERVING);
+  const TestLayer layer = TestLayer::Random(16, 16, 4);
+  EXPECT_TRUE(server_.Register("quick", layer).ok());
+  context.TryCancel();
+  while (stream->Read(&response)) {
+  }
+  EXPECT_FALSE(stream->Finish().ok());
 }
 
 TEST_F(RegisterLayerTest, ACancelAfterTheLastByteLeavesNothing) {
