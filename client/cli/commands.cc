@@ -30,7 +30,7 @@ double Seconds(const google::protobuf::Duration& duration) {
 
 // One line that overwrites itself, ten times a second.
 client::ProgressCallback MakeProgress() {
-  constexpr absl::Duration kInterval = absl::Milliseconds(100);
+  static constexpr absl::Duration kInterval = absl::Milliseconds(100);
   return [drawn = absl::InfinitePast()](const client::RegisterProgress& progress) mutable {
     const absl::Time now = absl::Now();
     if (now - drawn < kInterval) return true;

@@ -40,8 +40,9 @@ std::string HintFor(const absl::Status& status, const std::string& server) {
       }
       return absl::StrCat("is spmmd running at ", server, "? Another address is given by --server or SPMMD_SERVER");
     case absl::StatusCode::kDeadlineExceeded:
-      if (reason == "UPLOAD_IDLE")
+      if (reason == "UPLOAD_IDLE") {
         return "the connection stalled, or is slower than the server's --upload-idle-timeout";
+      }
       return "--timeout allows more time";
     case absl::StatusCode::kUnauthenticated:
       if (absl::StrContains(status.message(), "not known")) return "it is none of the server's --auth-token-file";

@@ -294,7 +294,7 @@ void AddPack(CLI::App& app, Arguments& arguments) {
       });
   option("--prune", "SPEC", "Zero the smallest weights first: magnitude:0.5, nm:2:4 (2 of every 4 stay) or none",
          [&args](const std::string& text) {
-           const absl::Status status = ParsePruning(text, args.pruning);
+           absl::Status status = ParsePruning(text, args.pruning);
            if (status.ok()) args.pruning_text = text;
            return status;
          });

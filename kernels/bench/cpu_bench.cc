@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <thread>
@@ -28,7 +29,7 @@ using Clock = std::chrono::steady_clock;
 void LetBlasThreadsSleep() { std::this_thread::sleep_for(std::chrono::milliseconds(40)); }
 
 double Percentile(std::vector<double> samples, double share) {
-  const auto rank = static_cast<std::ptrdiff_t>(share * static_cast<double>(samples.size() - 1) + 0.5);
+  const std::ptrdiff_t rank = std::lround(share * static_cast<double>(samples.size() - 1));
   std::nth_element(samples.begin(), samples.begin() + rank, samples.end());
   return samples[static_cast<size_t>(rank)];
 }
@@ -181,8 +182,9 @@ absl::Status TakeTurns(const BenchOptions& options, bool sparse, Subject& subjec
     // Brings x, code and predictors back, and either side's threads from their sleep to cores of their own.
     constexpr auto kWarmUp = std::chrono::milliseconds(8);
     const Clock::time_point start = Clock::now();
-    do call();
-    while (Clock::now() - start < kWarmUp);
+    do {
+      call();
+    } while (Clock::now() - start < kWarmUp);
     for (int i = 0; i < options.calls; ++i) samples.push_back(Microseconds(call));
   };
   for (int round = 0; round < options.rounds && status.ok(); ++round) {

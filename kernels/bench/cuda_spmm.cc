@@ -31,7 +31,9 @@ struct Times {
 
 Times Summarize(std::vector<double> us) {
   std::sort(us.begin(), us.end());
-  const auto at = [&](double q) { return us[static_cast<size_t>(q * static_cast<double>(us.size() - 1) + 0.5)]; };
+  const auto at = [&](double q) {
+    return us[static_cast<size_t>(std::lround(q * static_cast<double>(us.size() - 1)))];
+  };
   return {at(0.1), at(0.5), at(0.9)};
 }
 

@@ -241,4 +241,5 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace spmmd
 
-int main(int argc, char** argv) { return spmmd::Main(argc, argv); }
+// An exception ends a benchmark as well as anything.
+int main(int argc, char** argv) { return spmmd::Main(argc, argv); }  // NOLINT(bugprone-exception-escape)

@@ -53,8 +53,9 @@ double ReadCeilingGbps(ThreadPool& pool) {
     // Written once: untouched pages would all be the same zero page.
     uint32_t* words = made->MutableAs<uint32_t>().data();
     pool.ParallelFor(kTasks, [&](int64_t task, int /*worker*/) {
-      for (size_t i = 0; i < kTaskWords; ++i)
+      for (size_t i = 0; i < kTaskWords; ++i) {
         words[static_cast<size_t>(task) * kTaskWords + i] = static_cast<uint32_t>(i);
+      }
     });
     return new Buffer(*std::move(made));
   }();

@@ -183,7 +183,8 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace spmmd::bench
 
-int main(int argc, char** argv) {
+// An exception ends a benchmark as well as anything.
+int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape)
   // OpenBLAS reads this when it is loaded, so before main(): start again with it set. By default its idle threads keep
   // a core busy for tens of milliseconds, in which whatever is measured next has one core less. 2^10 ticks cost
   // OpenBLAS itself nothing that shows.

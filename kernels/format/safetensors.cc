@@ -298,15 +298,38 @@ std::vector<std::string> SafetensorsCheckpoint::ShardPaths() const {
 
 bool SafetensorsCheckpoint::Contains(absl::string_view name) const { return shard_of_.find(name) != shard_of_.end(); }
 
+namespace {
+
+// Names that contain `name` or the other way round, and those that begin and end like it; the most alike first.
+std::vector<absl::string_view> NamesLike(absl::string_view name,
+                                         const std::map<std::string, std::string, std::less<>>& names) {
+  std::vector<std::pair<size_t, absl::string_view>> scored;
+  for (const auto& [known, path] : names) {
+    const size_t shorter = std::min(known.size(), name.size());
+    const auto begin =
+        static_cast<size_t>(std::mismatch(name.begin(), name.begin() + shorter, known.begin()).first - name.begin());
+    const auto end = static_cast<size_t>(std::mismatch(name.rbegin(), name.rbegin() + shorter, known.rbegin()).first -
+                                         name.rbegin());
+    const bool contained = absl::StrContains(known, name) || absl::StrContains(name, known);
+    const size_t alike = contained ? shorter : std::min(begin + end, shorter);
+    if (2 * alike > shorter) scored.emplace_back(alike, known);
+  }
+  std::stable_sort(scored.begin(), scored.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  constexpr size_t kMaxShown = 5;
+  std::vector<absl::string_view> best;
+  for (const auto& [alike, known] : scored) {
+    if (best.size() == kMaxShown) break;
+    best.push_back(known);
+  }
+  return best;
+}
+
+}  // namespace
+
 absl::StatusOr<SafetensorsTensor> SafetensorsCheckpoint::Find(absl::string_view name) {
   const auto shard = shard_of_.find(name);
   if (shard == shard_of_.end()) {
-    std::vector<std::string> close;
-    constexpr size_t kMaxShown = 5;
-    for (const auto& [known, path] : shard_of_) {
-      if (close.size() == kMaxShown) break;
-      if (absl::StrContains(known, name) || absl::StrContains(name, known)) close.push_back(known);
-    }
+    const std::vector<absl::string_view> close = NamesLike(name, shard_of_);
     return absl::NotFoundError(absl::StrCat(
         "no tensor '", name, "'", close.empty() ? "" : absl::StrCat("; near it: ", absl::StrJoin(close, ", "))));
   }

@@ -155,6 +155,18 @@ TEST(SafetensorsIndexTest, ShardsBehaveAsOneFile) {
   EXPECT_TRUE(absl::IsNotFound(missing.status()));
 }
 
+TEST(SafetensorsIndexTest, AWrongNameBringsThoseLikeIt) {
+  auto checkpoint = SafetensorsCheckpoint::Open("tests/data/minilm-block0/block.safetensors");
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
+  const auto message = [&](const char* name) { return std::string(checkpoint->Find(name).status().message()); };
+  EXPECT_EQ(message("q.wieght"), "no tensor 'q.wieght'; near it: q.weight");
+  EXPECT_EQ(message("layer.0.down.bias"),
+            "no tensor 'layer.0.down.bias'; near it: down.bias, k.bias, o.bias, q.bias, up.bias");
+  EXPECT_EQ(message("weight"),
+            "no tensor 'weight'; near it: down.weight, k.weight, o.weight, q.weight, up.weight");  // five at most
+  EXPECT_EQ(message("zzz"), "no tensor 'zzz'");
+}
+
 TEST(SafetensorsIndexTest, SymbolicLinksMayNotLeaveTheRoot) {
   std::string pattern = (fs::temp_directory_path() / "spmmd_st_XXXXXX").string();
   ASSERT_NE(mkdtemp(pattern.data()), nullptr);
