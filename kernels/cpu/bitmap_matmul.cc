@@ -26,7 +26,7 @@ namespace spmmd::cpu {
 namespace {
 
 // Tokens of one pass over the weights. With more, a tile's sums would not fit a usual L2 cache beside its weights.
-constexpr int64_t kPassTokens = 4 * kMaxTileTokens;
+constexpr int64_t kPassTokens = int64_t{4} * kMaxTileTokens;
 
 // Beyond this much memory for partial sums, threads take whole row blocks instead.
 constexpr size_t kMaxPartialFloats = size_t{16} << 20;
@@ -331,7 +331,7 @@ absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, con
   }
   const RowOrder order = RowOrderOf(decode);
   std::atomic<int64_t> touched{0};
-  const absl::Status status = RunBlocks(
+  absl::Status status = RunBlocks(
       view, bitmap::kTileRows, pool, scratch.sums,
       [&](int64_t block, int64_t part, float* sums) {
         const BitmapBlock rows(view, block);
