@@ -141,8 +141,9 @@ void AddRange(const ColumnRange& columns, const float* x, float* acc) {
         HWY_UNROLL(32)
         for (int n = 0; n < kTokens; ++n) {
           HWY_UNROLL(32)
-          for (int v = 0; v < kVectors; ++v)
+          for (int v = 0; v < kVectors; ++v) {
             sums[n * kVectors + v] = hn::Load(d, at + n * kGroupRows + int64_t{v} * kLanes);
+          }
         }
         for (int64_t c = 0; c < cols; ++c) {
           const uint32_t bits = column_masks[c][g] >> part;
@@ -168,8 +169,9 @@ void AddRange(const ColumnRange& columns, const float* x, float* acc) {
         HWY_UNROLL(32)
         for (int n = 0; n < kTokens; ++n) {
           HWY_UNROLL(32)
-          for (int v = 0; v < kVectors; ++v)
+          for (int v = 0; v < kVectors; ++v) {
             hn::Store(sums[n * kVectors + v], d, at + n * kGroupRows + int64_t{v} * kLanes);
+          }
         }
       }
     }
