@@ -88,8 +88,9 @@ class ChunkPlan {
     for (int lane = 0; lane < kLanes; ++lane) {
       std::memcpy(out + int64_t{4} * words * lane, masks_[static_cast<size_t>(lane)].data(),
                   static_cast<size_t>(words) * 4);
-      const uint32_t descriptor = EncodeJump(jumps_[static_cast<size_t>(2 * lane)], chunk_cols_) |
-                                  EncodeJump(jumps_[static_cast<size_t>(2 * lane + 1)], chunk_cols_) << 16;
+      const size_t pair = 2 * static_cast<size_t>(lane);
+      const uint32_t descriptor = EncodeJump(jumps_[pair], chunk_cols_) | EncodeJump(jumps_[pair + 1], chunk_cols_)
+                                                                              << 16;
       std::memcpy(out + MaskBytes(chunk_cols_) + int64_t{4} * lane, &descriptor, 4);
     }
   }

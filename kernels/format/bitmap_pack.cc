@@ -18,7 +18,7 @@ namespace spmmd::bitmap {
 namespace HWY_NAMESPACE {
 namespace {
 
-namespace hn = hwy::HWY_NAMESPACE;
+namespace hn = hwy::HWY_NAMESPACE;  // NOLINT(misc-unused-alias-decls): some targets do not use it
 
 // columns[c * stride + r] = w[row0 + r][col0 + c].
 template <typename Bits>

@@ -106,7 +106,7 @@ absl::Status WriteFileAtomically(const std::string& path, absl::Span<const absl:
   const std::string temporary = absl::StrCat(path, ".tmp.", getpid(), ".", counter.fetch_add(1));
   FileDescriptor fd(open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (fd.get() < 0) return absl::ErrnoToStatus(errno, absl::StrCat("create ", path));
-  const absl::Status status = [&] {
+  absl::Status status = [&] {
     for (const absl::Span<const std::byte> piece : pieces) {
       SPMMD_RETURN_IF_ERROR(WriteAll(fd.get(), piece, path));
     }

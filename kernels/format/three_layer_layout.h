@@ -87,8 +87,8 @@ inline constexpr int64_t kTileValueBytes = kTileSlots * 2;
 inline constexpr int64_t kTileMetadataBytes = kTileMetadataWords * 4;
 inline constexpr int kThreads = 64;
 inline constexpr int kMaxDistance = 15;
-inline constexpr size_t kFirstBytes = kThreads * 4;  // the first moves at the head of a tile's codes
-inline constexpr size_t kCodeGranule = 128;          // bytes: one unit of all threads
+inline constexpr size_t kFirstBytes = size_t{kThreads} * 4;  // the first moves at the head of a tile's codes
+inline constexpr size_t kCodeGranule = 128;                  // bytes: one unit of all threads
 inline constexpr uint32_t kNoMove = 0xffffffffu;
 
 // Section ids.
