@@ -30,7 +30,8 @@ def make_repository(root: Path, layers: int, rows: int, cols: int) -> int:
     for index in range(layers):
         np.save(root / f"w{index}.npy", np.roll(tile, index + 1, axis=0))
         manifest.append(
-            f'layers {{ name: "w{index}" file {{ path: "w{index}.npy" }} magnitude {{ sparsity: 0.5 }} format: FORMAT_BITMAP }}'
+            f'layers {{ name: "w{index}" file {{ path: "w{index}.npy" }} '
+            "magnitude { sparsity: 0.5 } format: FORMAT_BITMAP }"
         )
     (root / "layers.textproto").write_text("\n".join(manifest))
     return layers * tile.nbytes
@@ -89,7 +90,7 @@ def main() -> None:
         lines.append(("warm, files on disk", start(), packed))
         forget(cache)
         lines.append(("reading the packed files from disk", *read_all(cache)))
-    print(f"{arguments.layers} layers of {rows}x{cols} fp16, {dense / 1e9:.2f} GB dense, {packed / 1e9:.2f} GB packed; ")
+    print(f"{arguments.layers} layers of {rows}x{cols} fp16, {dense / 1e9:.2f} GB dense, {packed / 1e9:.2f} GB packed;")
     print(f"a server without layers is ready after {empty:.2f} s, which is part of the starts below.\n")
     print("| start | seconds | GB/s |\n|---|---|---|")
     for what, seconds, total in lines:

@@ -21,7 +21,7 @@ def shared_layer(index: int) -> np.ndarray:
     return sparse_weight(np.random.default_rng(index), ROWS, COLS)
 
 
-class GiveUp(Exception):
+class GaveUpError(Exception):
     """Raised in the middle of an upload."""
 
 
@@ -33,7 +33,7 @@ def main() -> None:
 
     def give_up(progress: spmmd.Progress) -> None:
         if progress.received_bytes > 0:
-            raise GiveUp
+            raise GaveUpError
 
     with spmmd.Client(address, timeout=20.0, chunk_bytes=64 << 10) as client:
         while True:
@@ -58,7 +58,7 @@ def main() -> None:
                         # Leaves the others; closing waits for them.
                     case _:
                         assert_product(client.matmul(name, x), x, shared_layer(index))
-            except (spmmd.DeadlineExceededError, spmmd.ResourceExhaustedError, spmmd.CancelledError, GiveUp):
+            except (spmmd.DeadlineExceededError, spmmd.ResourceExhaustedError, spmmd.CancelledError, GaveUpError):
                 pass
 
 

@@ -131,7 +131,7 @@ class FakeServer(layer_catalog_pb2_grpc.LayerCatalogServicer, sparse_matmul_pb2_
         needed = parts is None and not spec.HasField("file")
         accepted = catalog_pb2.RegisterAccepted(content_needed=needed, content_bytes=1)
         for part, data in self.received.items():
-            accepted.received.add(part=part, bytes=len(data))  # type: ignore[arg-type]
+            accepted.received.add(part=part, bytes=len(data))
         yield catalog_pb2.RegisterLayerResponse(accepted=accepted)
         if needed:
             parts = self.received

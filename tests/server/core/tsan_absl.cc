@@ -24,6 +24,13 @@ void __wrap__ZN4absl7debian35Mutex4LockEv(Mutex* mutex) {
   __tsan_acquire(mutex);
 }
 
+bool __real__ZN4absl7debian35Mutex7TryLockEv(Mutex* mutex);
+bool __wrap__ZN4absl7debian35Mutex7TryLockEv(Mutex* mutex) {
+  const bool locked = __real__ZN4absl7debian35Mutex7TryLockEv(mutex);
+  if (locked) __tsan_acquire(mutex);
+  return locked;
+}
+
 void __real__ZN4absl7debian35Mutex6UnlockEv(Mutex* mutex);
 void __wrap__ZN4absl7debian35Mutex6UnlockEv(Mutex* mutex) {
   __tsan_release(mutex);

@@ -114,7 +114,7 @@ class Registration:
         # No chunk when the server has the content or refused the spec, or when the call is over.
         if self._content is None or accepted is None or not accepted.content_needed:
             return
-        received = {part.part: part.bytes for part in accepted.received}
+        received: dict[int, int] = {part.part: part.bytes for part in accepted.received}
         for chunk in self._content.chunks(self._chunk_bytes, received):
             if self._stopped or decided is not self._decided:
                 return
