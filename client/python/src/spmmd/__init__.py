@@ -33,6 +33,7 @@ from spmmd.errors import (
 from spmmd.packed import Inspection, PackedFile, PackedFileError, inspect, pack
 from spmmd.program import Outputs, Program, RegisteredProgram, Value
 from spmmd.sharding import Move, ShardedClient, ShardedProgram, moves, shard_key, shard_of
+from spmmd.shared import Region, Ring, Slot
 from spmmd.stream import Stream
 from spmmd.types import (
     NM,
@@ -92,13 +93,16 @@ __all__ = [
     "Program",
     "Progress",
     "ProgressCallback",
+    "Region",
     "RegisteredProgram",
     "Residency",
     "ResourceExhaustedError",
+    "Ring",
     "Section",
     "ServerInfo",
     "ShardedClient",
     "ShardedProgram",
+    "Slot",
     "SparseRows",
     "Speed",
     "SpmmdError",

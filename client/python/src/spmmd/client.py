@@ -35,6 +35,7 @@ from spmmd.program import (
     matmul_result,
     outputs_from_proto,
 )
+from spmmd.shared import Region, Ring, SharedMemory, Transport, is_local
 from spmmd.stream import Stream
 from spmmd.types import (
     Activation,
@@ -72,6 +73,7 @@ class Client:
       chunk_bytes: size of upload messages; at most the server's limits.max_chunk_bytes.
       balance: use all addresses that the name resolves to, in turn, but those whose health is not SERVING, and send
         Execute again elsewhere when a server goes away. For replicas that hold the same layers by their manifests.
+      shared_memory: let large tensors travel through shared memory when the server is on this host and allows it.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Client:
         timeout: float | None = DEFAULT_TIMEOUT,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         balance: bool = False,
+        shared_memory: bool = True,
     ) -> None:
         settings = tls_of(tls)
         options = channel_options(settings, balance)
@@ -96,9 +99,16 @@ class Client:
         self._metadata = call_metadata(token)
         self._timeout = timeout
         self._chunk_bytes = chunk_bytes
+        self._shared = SharedMemory(
+            self._matmul, lambda method, request: self._call(method, request, None), self._metadata
+        )
+        self._transport = Transport(self._shared) if shared_memory and not balance and is_local(address) else None
 
     def close(self) -> None:
         """Closes the connection; calls in flight are cancelled."""
+        if self._transport is not None:
+            self._transport.close()
+        self._shared.close()
         self._channel.close()
 
     def __enter__(self) -> Client:
@@ -273,8 +283,7 @@ class Client:
         request, leading = matmul_request(
             name, x, version=version, activation=activation, threshold=threshold, bias=bias, out_dtype=out_dtype
         )
-        response: matmul_pb2.ExecuteResponse = self._call(self._matmul.Execute, request, timeout)
-        return matmul_result(response, leading)
+        return matmul_result(self._execute(request, timeout), leading)
 
     def execute(self, program: Program | RegisteredProgram, inputs: Any, *, timeout: float | None = None) -> Outputs:
         """Runs a program once.
@@ -287,10 +296,8 @@ class Client:
         Returns:
           The outputs by step name, with `.timing`.
         """
-        response: matmul_pb2.ExecuteResponse = self._call(
-            self._matmul.Execute, execute_request(program, inputs), timeout, layer=getattr(program, "layer", "")
-        )
-        return outputs_from_proto(response)
+        layer = getattr(program, "layer", "")
+        return outputs_from_proto(self._execute(execute_request(program, inputs), timeout, layer))
 
     def register_program(self, program: Program, *, timeout: float | None = None) -> RegisteredProgram:
         """Has the server check and plan a program once."""
@@ -340,7 +347,44 @@ class Client:
         except grpc.FutureTimeoutError as error:
             raise TimeoutError(f"no connection after {timeout:g} s") from error
 
+    # ---- shared memory, on the server's host
+
+    def create_region(self, size: int) -> Region:
+        """Shared memory of `size` bytes that requests can name instead of carrying bytes.
+
+        Raises FailedPreconditionError when the server does not allow it (--shared-memory) or is on another host,
+        NotFoundError when it sees another /dev/shm (a container), and OSError when /dev/shm is full.
+        """
+        return self._shared.create(size)
+
+    def open_ring(
+        self,
+        programs: Sequence[RegisteredProgram | str],
+        *,
+        tensor_bytes: int = 1 << 20,
+        entries: int = 64,
+        spin: float = 200e-6,
+    ) -> Ring:
+        """A ring: registered programs executed through shared memory, without a call for each.
+
+        Args:
+          programs: what entries can name, by position.
+          tensor_bytes: room for inputs and outputs.
+          entries: in flight at a time; a power of two.
+          spin: seconds that wait() looks for a result before it sleeps.
+        """
+        return self._shared.open_ring(programs, tensor_bytes, entries, spin)
+
     # ---- plumbing
+
+    def _execute(
+        self, request: matmul_pb2.ExecuteRequest, timeout: float | None, layer: str = ""
+    ) -> matmul_pb2.ExecuteResponse:
+        def call(message: matmul_pb2.ExecuteRequest) -> matmul_pb2.ExecuteResponse:
+            response: matmul_pb2.ExecuteResponse = self._call(self._matmul.Execute, message, timeout, layer=layer)
+            return response
+
+        return call(request) if self._transport is None else self._transport.run(request, call)
 
     def _call(self, method: Any, request: Any, timeout: float | None, *, long: bool = False, layer: str = "") -> Any:
         if timeout is None and not long:
