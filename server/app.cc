@@ -142,6 +142,9 @@ void App::StartSharedMemory() {
 DeviceOptions App::MakeDeviceOptions() const {
   DeviceOptions device;
   device.memory_fraction = options_.device_memory_fraction;
+  device.dense_shadows = options_.dense_shadows;
+  device.tune_kernels = options_.tune_kernels;
+  device.tuning_dir = options_.cache_dir;
   device.queue.max_depth = options_.max_queue_depth;
   device.queue.max_bytes = options_.max_queue_bytes;
   device.queue.max_batch_tokens = options_.max_batch_tokens;

@@ -29,6 +29,7 @@ struct BenchOptions {
   std::vector<double> sparsity;
   std::vector<double> activation_sparsity;  // spmspv only
   int rounds = 9;                           // turns of either side
+  bool automatic = false;                   // cuda: also what dispatch takes, once it has measured the shape
   int variants = 0;                         // of each CUDA kernel, timed beside the one that it would choose
   int calls = 5;                            // timed calls a turn
   uint64_t seed = 1;

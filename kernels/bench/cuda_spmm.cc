@@ -1,9 +1,11 @@
 #include "kernels/bench/cuda_spmm.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,6 +15,8 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/bench/workload.h"
 #include "kernels/dispatch/cuda_library.h"
+#include "kernels/dispatch/cuda_tuner.h"
+#include "kernels/dispatch/cuda_tuning.h"
 #include "kernels/format/reference.h"
 
 namespace spmmd::bench {
@@ -243,6 +247,17 @@ class Bench {
       SPMMD_ASSIGN_OR_RETURN(Resident resident, MakeResident(packed));
       sparse.emplace_back(format, std::move(resident));
     }
+    widths_ = nullptr;
+    if (options_.automatic) {
+      const CudaTuner tuner(cuda_, device_, [](const std::function<void()>& work) { work(); });
+      const auto start = std::chrono::steady_clock::now();
+      SPMMD_ASSIGN_OR_RETURN(
+          CudaWidths widths,
+          tuner.Measure(CudaShape::Of(options_.dtype, m, k, ScanDense(w.view()).nnz), /*sparse=*/true));
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+      std::fprintf(stderr, "measured %dx%d in %.3f s\n", static_cast<int>(m), static_cast<int>(k), took.count());
+      widths_ = std::make_unique<CudaWidths>(std::move(widths));
+    }
     const int64_t most = *std::max_element(options_.tokens.begin(), options_.tokens.end());
     SPMMD_ASSIGN_OR_RETURN(const DenseMatrix x, RandomTokens(options_.dtype, most, k, options_.seed + 1));
     MakeReference(w.view(), x.view());
@@ -260,6 +275,19 @@ class Bench {
     Free(dense);
     for (auto& [format, resident] : sparse) Free(resident);
     return absl::OkStatus();
+  }
+
+  // What dispatch takes for a BITMAP layer that has a dense copy.
+  void AddAuto(const Resident& dense, const std::vector<std::pair<Format, Resident>>& sparse,
+               const spmmd_cuda_matmul& call, std::vector<Contender>* contenders) {
+    const auto bitmap =
+        std::find_if(sparse.begin(), sparse.end(), [](const auto& entry) { return entry.first == Format::kBitmapGpu; });
+    if (bitmap == sparse.end()) return;
+    const CudaWidth& width = WidthFor(*widths_, call.n);
+    const bool take_dense = width.dense_is_faster();
+    const int32_t kernel = take_dense ? cuda_->find_kernel("dense_cublaslt") : width.kernel;
+    contenders->push_back(
+        {kAuto, cuda_->kernel_name(kernel), take_dense ? &dense : &bitmap->second, kernel, call, nullptr, 0, {}});
   }
 
   absl::Status RunTokens(const DenseView& w, const DenseView& x, double sparsity, const Resident& dense,
@@ -292,9 +320,17 @@ class Bench {
         }
       }
     }
+    if (widths_ != nullptr) AddAuto(dense, sparse, call, &contenders);
     // The largest workspace first: a graph keeps the pointer it was recorded with.
     for (Contender& contender : contenders) SPMMD_RETURN_IF_ERROR(Prepare(contender));
-    for (Contender& contender : contenders) SPMMD_RETURN_IF_ERROR(Record(contender));
+    for (Contender& contender : contenders) {
+      // Dense has been recorded with the candidate that this benchmark found; dispatch has its own.
+      if (contender.format == kAuto && contender.layer == &dense && WidthFor(*widths_, x.rows).dense_candidate >= 0) {
+        SPMMD_RETURN_IF_ERROR(Ok(cuda_->dense_use_candidate(dense.copies.front(), &contender.call,
+                                                            WidthFor(*widths_, x.rows).dense_candidate)));
+      }
+      SPMMD_RETURN_IF_ERROR(Record(contender));
+    }
     for (int round = 0; round < options_.rounds; ++round) {
       for (Contender& contender : contenders) {
         SPMMD_ASSIGN_OR_RETURN(const double us, Replay(contender));
@@ -330,6 +366,8 @@ class Bench {
     return absl::OkStatus();
   }
 
+  static constexpr char kAuto[] = "AUTO";
+
   const BenchOptions& options_;
   const std::shared_ptr<const CudaLibrary> cuda_;
   const std::function<void(const Row&)>& emit_;
@@ -339,7 +377,8 @@ class Bench {
   spmmd_cuda_event end_ = nullptr;
   void* workspace_ = nullptr;
   uint64_t workspace_bytes_ = 0;
-  double ceiling_ = 0;  // bytes per second
+  double ceiling_ = 0;                  // bytes per second
+  std::unique_ptr<CudaWidths> widths_;  // of the layer, when AUTO runs too
   std::vector<int64_t> checked_rows_;
   Reference reference_;
 };

@@ -140,6 +140,8 @@ int Main(int argc, char** argv) {
   app.add_option("--calls", flags.bench.calls, "timed calls a turn")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
+  app.add_flag("--auto", flags.bench.automatic,
+               "cuda: a row AUTO, what dispatch takes for a BITMAP layer with a dense copy after measuring its shape");
   app.add_option("--variants", flags.bench.variants, "cuda: also this many internal variants of each kernel")
       ->check(CLI::Range(0, 14))
       ->capture_default_str();

@@ -15,6 +15,7 @@
 #include "kernels/cuda/kernels.h"
 #include "kernels/cuda/layer.h"
 #include "kernels/cuda/read_probe.h"
+#include "kernels/cuda/small_copy.h"
 
 using spmmd::cuda::FromCublas;
 using spmmd::cuda::FromCuda;
@@ -232,6 +233,14 @@ spmmd_cuda_status spmmd_cuda_host_unregister(spmmd_cuda_device* device, void* po
 spmmd_cuda_status spmmd_cuda_memcpy_async(spmmd_cuda_device* device, void* to, const void* from, uint64_t bytes,
                                           spmmd_cuda_stream stream) {
   return SPMMD_CUDA_FORWARD(device, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, Stream(stream)));
+}
+
+spmmd_cuda_status spmmd_cuda_copy_kernel(spmmd_cuda_device* device, void* to, const void* from, uint64_t bytes,
+                                         spmmd_cuda_stream stream) {
+  return OnDevice(device, [&]() -> Status {
+    if (to == nullptr || from == nullptr) return InvalidArgument("to or from: null");
+    return spmmd::cuda::LaunchSmallCopy(to, from, bytes, Stream(stream));
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_memcpy_2d_async(spmmd_cuda_device* device, void* to, uint64_t to_pitch, const void* from,

@@ -95,6 +95,10 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_host_unregister(spmmd_cuda_device* d
 /* Any direction; asynchronous for page-locked and device memory. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_memcpy_async(spmmd_cuda_device* device, void* to, const void* from,
                                                          uint64_t bytes, spmmd_cuda_stream stream);
+/* The same by a kernel, for a few KiB between kernels of a stream or graph: it starts sooner than a copy engine. Device
+ * or page-locked memory, 16-byte aligned, a multiple of 16 bytes (INVALID_ARGUMENT otherwise). */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_copy_kernel(spmmd_cuda_device* device, void* to, const void* from,
+                                                        uint64_t bytes, spmmd_cuda_stream stream);
 /* rows x row_bytes between pitched buffers. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_memcpy_2d_async(spmmd_cuda_device* device, void* to, uint64_t to_pitch,
                                                             const void* from, uint64_t from_pitch, uint64_t row_bytes,

@@ -1,9 +1,11 @@
 #include "kernels/dispatch/cuda_library.h"
 
 #include <dlfcn.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
@@ -54,6 +56,23 @@ absl::StatusOr<std::shared_ptr<const CudaLibrary>> CudaLibrary::Load(const std::
                                                       SPMMD_CUDA_ABI_VERSION));
   }
   return library;
+}
+
+std::string CudaLibrary::Identity() const {
+  XXH3_state_t* const state = XXH3_createState();
+  XXH3_64bits_reset(state);
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<void*>(abi_version), &info) != 0 && info.dli_fname != nullptr) {
+    std::ifstream file(info.dli_fname, std::ios::binary);
+    std::vector<char> block(size_t{1} << 20);
+    while (file) {
+      file.read(block.data(), static_cast<std::streamsize>(block.size()));
+      XXH3_64bits_update(state, block.data(), static_cast<size_t>(file.gcount()));
+    }
+  }
+  const uint64_t hash = XXH3_64bits_digest(state);
+  XXH3_freeState(state);
+  return absl::StrCat(absl::Hex(hash, absl::kZeroPad16), "-cublaslt-", cublaslt_version());
 }
 
 absl::Status CudaLibrary::ToStatus(spmmd_cuda_status code) const {

@@ -32,6 +32,7 @@ namespace spmmd {
   X(host_unregister)            \
   X(memcpy_async)               \
   X(memcpy_2d_async)            \
+  X(copy_kernel)                \
   X(memset_async)               \
   X(ipc_export)                 \
   X(ipc_open)                   \
@@ -83,6 +84,10 @@ struct CudaLibrary {
   // search path. UNAVAILABLE with the loader's message (no driver, no cublasLt, no such file); FAILED_PRECONDITION for
   // another ABI version.
   static absl::StatusOr<std::shared_ptr<const CudaLibrary>> Load(const std::string& path = "");
+
+  // What decides how long its kernels take, beside the GPU: a hash of the library's file, and the version of cublasLt.
+  // Reads the file.
+  std::string Identity() const;
 
   // A function's status with the library's message for it. Call on the thread that called the function, right after it.
   absl::Status ToStatus(spmmd_cuda_status code) const;

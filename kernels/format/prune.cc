@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <vector>
@@ -148,6 +149,17 @@ void PruneNmRows(const MutableDenseView& w, int n, int m) {
   });
 }
 
+// Of a row's bits.
+template <typename Bits>
+bool IsTwoOfFourRow(const Bits* row, int64_t cols) {
+  for (int64_t c = 0; c < cols; c += 4) {
+    int nonzero = 0;
+    for (int64_t i = c; i < std::min(cols, c + 4); ++i) nonzero += IsNonzeroBits(row[i]) ? 1 : 0;
+    if (nonzero > 2) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 absl::Status PruneMagnitude(const MutableDenseView& w, double sparsity) {
@@ -174,6 +186,21 @@ absl::Status PruneNm(const MutableDenseView& w, int n, int m) {
     PruneNmRows<uint16_t>(w, n, m);
   }
   return absl::OkStatus();
+}
+
+bool IsTwoOfFour(const DenseView& w) {
+  const int64_t rows_per_task = std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(w.cols, 1));
+  const int64_t tasks = (w.rows + rows_per_task - 1) / rows_per_task;
+  std::atomic<bool> holds{true};
+  DefaultThreadPool().ParallelFor(tasks, [&](int64_t task, int /*worker*/) {
+    const int64_t end = std::min(w.rows, (task + 1) * rows_per_task);
+    for (int64_t r = task * rows_per_task; r < end && holds.load(std::memory_order_relaxed); ++r) {
+      const bool row = w.dtype == DType::kF32 ? IsTwoOfFourRow(reinterpret_cast<const uint32_t*>(w.row(r)), w.cols)
+                                              : IsTwoOfFourRow(reinterpret_cast<const uint16_t*>(w.row(r)), w.cols);
+      if (!row) holds.store(false, std::memory_order_relaxed);
+    }
+  });
+  return holds.load();
 }
 
 }  // namespace spmmd

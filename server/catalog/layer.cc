@@ -81,12 +81,17 @@ void ServedLayer::Describe(bool full, pb::Layer* out) const {
   if (activation_threshold_.has_value()) out->set_activation_threshold(*activation_threshold_);
   out->set_deterministic(deterministic_);
   out->set_placement(placement_);
+  const std::shared_ptr<const ResidentCopies> resident = content.residence.Peek();
   for (const LayerContent::Copy& copy : content.copies) {
     pb::LayerResidency& residency = *out->add_residency();
     residency.set_device(copy.device->id());
     residency.set_row_begin(copy.row_begin);
     residency.set_row_end(copy.row_end);
     residency.set_bytes(out->state() == pb::LAYER_STATE_READY ? copy.bytes : 0);
+    if (resident != nullptr) {
+      const size_t part = static_cast<size_t>(&copy - content.copies.data());
+      residency.set_dense_shadow_bytes(resident->layers[part]->shadow_bytes());
+    }
   }
   out->set_pinned(pinned());
   out->set_content_xxh3(content.xxh3);

@@ -48,6 +48,11 @@ class Residence {
  public:
   // The copies; null when the content is evicted. Counts as a use.
   std::shared_ptr<const ResidentCopies> Use() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same for a look, which counts as none.
+  std::shared_ptr<const ResidentCopies> Peek() const ABSL_LOCKS_EXCLUDED(mutex_) {
+    absl::MutexLock lock(&mutex_);
+    return copies_;
+  }
   pb::LayerState state() const ABSL_LOCKS_EXCLUDED(mutex_);
   bool resident() const { return state() == pb::LAYER_STATE_READY; }
   // Why the content is lost; empty unless it is.

@@ -362,8 +362,15 @@ absl::StatusOr<std::vector<StoredLayer>> Upload::PackParts(const std::vector<flo
 
   FormatChoice choice;
   if (spec_.format() == pb::FORMAT_UNSPECIFIED) {
-    choice = devices_.front()->ChooseFormat({weights.dtype(), weights.rows(), weights.cols(),
-                                             ScanDense(weights.view()).nnz, spec_.has_activation_threshold()});
+    FormatQuery query;
+    query.dtype = weights.dtype();
+    query.m = weights.rows();
+    query.k = weights.cols();
+    query.nnz = ScanDense(weights.view()).nnz;
+    query.sparse_activations = spec_.has_activation_threshold();
+    query.two_of_four = IsTwoOfFour(weights.view());
+    query.may_measure = true;
+    choice = devices_.front()->ChooseFormat(query);
   } else {
     choice = {devices_.front()->Layout(*FromProto(spec_.format())), "Chosen by the caller."};
   }

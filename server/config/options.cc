@@ -179,6 +179,8 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   }
   options.cuda_library = config.cuda_library();
   options.exit_on_device_failure = config.exit_on_device_failure();
+  options.dense_shadows = config.dense_shadows();
+  options.tune_kernels = config.tune_kernels();
   options.cpu_threads = config.cpu_threads();
   options.device_memory_fraction = config.device_memory_fraction();
   options.max_queue_depth = config.max_queue_depth();

@@ -32,6 +32,8 @@ struct Options {
   std::vector<int> cuda_devices;  // empty: all
   std::string cuda_library;       // empty: searched for
   bool exit_on_device_failure = false;
+  bool dense_shadows = true;
+  bool tune_kernels = true;
   int cpu_threads = 0;
   double device_memory_fraction = 0.9;
   absl::Duration max_queue_delay;

@@ -94,7 +94,10 @@ CpuDevice::~CpuDevice() { Shutdown(); }
 bool CpuDevice::CanExecute(Format format) const { return cpu::CanExecute(format); }
 
 FormatChoice CpuDevice::ChooseFormat(const FormatQuery& query) const {
-  const auto [dtype, m, k, nnz, sparse_activations] = query;
+  const DType dtype = query.dtype;
+  const int64_t m = query.m;
+  const int64_t k = query.k;
+  const int64_t nnz = query.nnz;
   const double density = static_cast<double>(nnz) / static_cast<double>(m * k);
   const uint64_t bitmap_bytes = bitmap::PackedBytes(dtype, m, k, nnz);
   const uint64_t dense_bytes = DenseBytes(dtype, m, k);

@@ -5,21 +5,17 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/format/bitmap_gpu.h"
 #include "kernels/format/bitmap_gpu_layout.h"
 #include "kernels/format/column_piece_layout.h"
+#include "server/device/cuda_dispatch.h"
 #include "server/device/cuda_runner.h"
+#include "server/device/dense_shadows.h"
 #include "server/errors.h"
 
 namespace spmmd::server {
 namespace {
-
-// AUTO stores BITMAP, or COLUMN_PIECE for sparse activations, up to this share of nonzeros. At 50 % zeros the SpMM
-// kernels were 1.2 to 1.5 times as fast as cuBLAS on layers of 50 Mi elements and more (docs/measurements.md); what
-// they read grows with the nonzeros, and from 75 % of them on too little is left to gain.
-constexpr double kMaxSparseDensity = 0.75;
 
 DeviceOptions WithLimit(DeviceOptions options, const spmmd_cuda_device_info& info) {
   if (options.memory_limit_bytes == 0) {
@@ -45,9 +41,9 @@ uint64_t BiasBytes(size_t count) { return (count * sizeof(float) + 255) / 256 * 
 
 absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Open(std::shared_ptr<const CudaLibrary> library, int index,
                                                              const DeviceOptions& options, Metrics* metrics) {
-  SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<CudaContext> context, CudaContext::Open(std::move(library), index));
+  SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<CudaContext> context, CudaContext::Open(library, index));
   std::unique_ptr<CudaDevice> device(new CudaDevice(std::move(context), options, metrics));
-  SPMMD_RETURN_IF_ERROR(device->Init(options.measure_bandwidth));
+  SPMMD_RETURN_IF_ERROR(device->Init(library, options));
   return device;
 }
 
@@ -60,9 +56,16 @@ CudaDevice::CudaDevice(std::unique_ptr<CudaContext> context, const DeviceOptions
   uuid_ = UuidText(info.uuid);
 }
 
-absl::Status CudaDevice::Init(bool measure_bandwidth) {
-  SPMMD_ASSIGN_OR_RETURN(runner_, CudaRunner::Create(context_.get(), &budget(), metrics()));
-  if (measure_bandwidth) {
+absl::Status CudaDevice::Init(const std::shared_ptr<const CudaLibrary>& library, const DeviceOptions& options) {
+  dispatch_ = std::make_unique<CudaDispatch>(library, context_.get(), &budget(), options,
+                                             [this](const std::function<void()>& work) { runner_->Exclusively(work); });
+  DenseShadows::Options shadows;
+  shadows.enabled = options.dense_shadows;
+  shadows.quiet = options.shadow_quiet;
+  shadows_ = std::make_unique<DenseShadows>(context_.get(), &budget(), shadows);
+  SPMMD_ASSIGN_OR_RETURN(runner_,
+                         CudaRunner::Create(context_.get(), &budget(), &dispatch_->table(), shadows_.get(), metrics()));
+  if (options.measure_bandwidth) {
     SPMMD_ASSIGN_OR_RETURN(const double bandwidth, MeasureReadBandwidth());
     set_measured_bandwidth(bandwidth);
   }
@@ -165,24 +168,14 @@ Format CudaDevice::Layout(Format format) const {
 }
 
 FormatChoice CudaDevice::ChooseFormat(const FormatQuery& query) const {
-  const auto [dtype, m, k, nnz, sparse_activations] = query;
-  const double density = static_cast<double>(nnz) / static_cast<double>(m * k);
-  const double zeros = 100 * (1 - density);
-  if (density > kMaxSparseDensity) {
-    return {Format::kDense,
-            absl::StrFormat("DENSE: %.1f %% of the elements are zero; sparse kernels gain from %.0f %%.", zeros,
-                            100 * (1 - kMaxSparseDensity))};
-  }
-  const uint64_t dense_bytes = EstimateBytes(Format::kDense, dtype, m, k, nnz);
-  if (sparse_activations) {
-    return {Format::kColumnPiece,
-            absl::StrFormat("RLC_CSC (column pieces): %.1f %% of the elements are zero and the layer's activations are "
-                            "sparse (activation_threshold); about %d bytes, DENSE takes %d.",
-                            zeros, EstimateBytes(Format::kColumnPiece, dtype, m, k, nnz), dense_bytes)};
-  }
-  return {Format::kBitmapGpu,
-          absl::StrFormat("BITMAP: %.1f %% of the elements are zero; about %d bytes, DENSE takes %d.", zeros,
-                          EstimateBytes(Format::kBitmapGpu, dtype, m, k, nnz), dense_bytes)};
+  return dispatch_->Choose(query, measured_bandwidth(), [&](Format format) {
+    return EstimateBytes(format, query.dtype, query.m, query.k, query.nnz);
+  });
+}
+
+void CudaDevice::Tune(DType dtype, const ResidentLayer& layer) {
+  dispatch_->Times(CudaShape::Of(dtype, layer.m(), layer.k(), layer.nnz()),
+                   /*sparse=*/layer.format() == Format::kBitmapGpu, /*again=*/true);
 }
 
 uint64_t CudaDevice::EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const {
@@ -262,7 +255,7 @@ absl::StatusOr<std::unique_ptr<ResidentLayer>> CudaDevice::Load(PackedLayer pack
     // The size, for reading back; no memory stands behind it.
     kept.data = Buffer::Borrow({static_cast<const std::byte*>(nullptr), section.data.size()}, nullptr);
   }
-  return std::make_unique<CudaLayer>(std::move(shell), layer, std::move(device_bias), context_.get(),
+  return std::make_unique<CudaLayer>(std::move(shell), layer, std::move(device_bias), context_.get(), shadows_.get(),
                                      std::move(weights));
 }
 

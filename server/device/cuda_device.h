@@ -17,7 +17,9 @@
 
 namespace spmmd::server {
 
+class CudaDispatch;
 class CudaRunner;
+class DenseShadows;
 
 class CudaDevice final : public Device {
  public:
@@ -37,6 +39,7 @@ class CudaDevice final : public Device {
   Format Layout(Format format) const override;
   bool CanStore(DType dtype) const override { return dtype != DType::kF32; }
   FormatChoice ChooseFormat(const FormatQuery& query) const override;
+  void Tune(DType dtype, const ResidentLayer& layer) override;
   // With what padding masks without structure cost: a layer whose nonzeros crowd in few columns can take more.
   uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const override;
   absl::StatusOr<std::unique_ptr<ResidentLayer>> Load(PackedLayer packed, std::vector<float> bias,
@@ -49,12 +52,14 @@ class CudaDevice final : public Device {
 
  private:
   CudaDevice(std::unique_ptr<CudaContext> context, const DeviceOptions& options, Metrics* metrics);
-  absl::Status Init(bool measure_bandwidth);
+  absl::Status Init(const std::shared_ptr<const CudaLibrary>& library, const DeviceOptions& options);
   // Reads memory over and over; bytes a second, or 0 when there is no room for it.
   absl::StatusOr<double> MeasureReadBandwidth();
   void Monitor();
 
   const std::unique_ptr<CudaContext> context_;
+  std::unique_ptr<CudaDispatch> dispatch_;
+  std::unique_ptr<DenseShadows> shadows_;
   std::unique_ptr<CudaRunner> runner_;
   bool started_ = false;
 

@@ -19,6 +19,11 @@ uint64_t TensorBytes(DType dtype, int64_t rows, int64_t cols) {
   return static_cast<uint64_t>(rows) * static_cast<uint64_t>(cols) * SizeOf(dtype);
 }
 
+// Without a measurement: up to this many tokens the sparse kernels were faster than dense on most layers
+// (docs/measurements.md).
+constexpr int64_t kSparseTokens = 64;
+constexpr size_t kMaxChosen = 4096;
+
 const char* const kElementwiseNames[] = {"elementwise_copy", "elementwise_add", "elementwise_mul"};
 
 }  // namespace
@@ -66,8 +71,12 @@ absl::StatusOr<bool> CudaArena::Ensure(uint64_t bytes) {
   return true;
 }
 
-CudaRunner::CudaRunner(CudaContext* context, MemoryBudget* budget, Metrics* metrics)
+CudaRunner::CudaRunner(CudaContext* context, MemoryBudget* budget, const CudaTuningTable* tuning, DenseShadows* shadows,
+                       Metrics* metrics)
     : context_(context),
+      cublaslt_(context->cuda().find_kernel("dense_cublaslt")),
+      tuning_(tuning),
+      shadows_(shadows),
       metrics_(metrics),
       inputs_(context, budget, MemoryKind::kStaging),
       outputs_(context, budget, MemoryKind::kStaging),
@@ -75,11 +84,10 @@ CudaRunner::CudaRunner(CudaContext* context, MemoryBudget* budget, Metrics* metr
       scratch_(context, budget, MemoryKind::kWorkspace) {}
 
 absl::StatusOr<std::unique_ptr<CudaRunner>> CudaRunner::Create(CudaContext* context, MemoryBudget* budget,
+                                                               const CudaTuningTable* tuning, DenseShadows* shadows,
                                                                Metrics* metrics) {
-  std::unique_ptr<CudaRunner> runner(new CudaRunner(context, budget, metrics));
+  std::unique_ptr<CudaRunner> runner(new CudaRunner(context, budget, tuning, shadows, metrics));
   SPMMD_RETURN_IF_ERROR(context->Check(context->cuda().stream_create(context->device(), &runner->stream_)));
-  SPMMD_RETURN_IF_ERROR(
-      context->Check(context->cuda().event_create(context->device(), /*timing=*/0, &runner->replayed_)));
   SPMMD_ASSIGN_OR_RETURN(runner->staging_, CudaStaging::Create(context));
   return runner;
 }
@@ -87,7 +95,6 @@ absl::StatusOr<std::unique_ptr<CudaRunner>> CudaRunner::Create(CudaContext* cont
 CudaRunner::~CudaRunner() {
   const CudaLibrary& cuda = context_->cuda();
   for (Graph& graph : graphs_) DropGraph(&graph);
-  if (replayed_ != nullptr) cuda.event_destroy(context_->device(), replayed_);
   for (const spmmd_cuda_event event : events_) cuda.event_destroy(context_->device(), event);
   if (stream_ != nullptr) cuda.stream_destroy(context_->device(), stream_);
 }
@@ -96,7 +103,13 @@ void CudaRunner::Trim() {
   for (CudaArena* arena : {&inputs_, &outputs_, &work_, &scratch_}) arena->Free();
 }
 
+void CudaRunner::Exclusively(absl::FunctionRef<void()> work) {
+  absl::MutexLock lock(&run_mutex_);
+  work();
+}
+
 absl::Status CudaRunner::Run(absl::Span<Job* const> jobs) {
+  absl::MutexLock lock(&run_mutex_);
   if (context_->lost()) return context_->LostError();
   int64_t rows = 0;
   for (const Job* job : jobs) rows += job->rows;
@@ -108,6 +121,7 @@ absl::Status CudaRunner::Run(absl::Span<Job* const> jobs) {
     scratch_clean_ = false;
     if (context_->lost()) status = settled;
   }
+  shadows_->Release();
   for (CudaArena* arena : {&inputs_, &outputs_, &work_, &scratch_}) arena->EndRun();
   return status;
 }
@@ -116,39 +130,50 @@ absl::Status CudaRunner::RunSteps(absl::Span<Job* const> jobs, int64_t rows) {
   const Job& first = *jobs.front();
   metrics_->BatchLaunched(rows);
   launched_.clear();
-  const uint64_t input_bytes = PlaceInputs(jobs, rows);
+  uint64_t input_bytes = 0;
   uint64_t output_bytes = 0;
-  uint64_t work_bytes = 0;
-  scratch_bytes_ = 0;
-  SPMMD_RETURN_IF_ERROR(PlaceSteps(first, rows, &output_bytes, &work_bytes, &scratch_bytes_));
-  SPMMD_RETURN_IF_ERROR(inputs_.Ensure(input_bytes).status());
-  SPMMD_RETURN_IF_ERROR(outputs_.Ensure(output_bytes).status());
-  if (work_bytes > 0) SPMMD_RETURN_IF_ERROR(work_.Ensure(work_bytes).status());
-  if (scratch_bytes_ > 0) {
-    SPMMD_ASSIGN_OR_RETURN(const bool fresh, scratch_.Ensure(scratch_bytes_));
-    if (fresh || !scratch_clean_) {
-      SPMMD_RETURN_IF_ERROR(context_->Check(
-          context_->cuda().workspace_init(context_->device(), scratch_.data(), scratch_bytes_, stream_)));
-      scratch_clean_ = true;
-    }
-  }
-  PlaceOutputs(jobs);
+  SPMMD_RETURN_IF_ERROR(Place(jobs, rows, &input_bytes, &output_bytes));
   SPMMD_ASSIGN_OR_RETURN(Graph* const graph, FindGraph(first, rows, input_bytes, output_bytes));
   if (graph != nullptr) {
-    const CudaLibrary& cuda = context_->cuda();
-    SPMMD_RETURN_IF_ERROR(staging_->Fill(up_));
-    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.graph_launch(context_->device(), graph->graph, stream_)));
-    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_record(context_->device(), replayed_, stream_)));
-    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.event_synchronize(context_->device(), replayed_)));
-    staging_->Empty(down_);
-    launched_ = graph->launched;
-    return ReadTimes(jobs);
+    SPMMD_RETURN_IF_ERROR(Replay(jobs, graph, rows, input_bytes, output_bytes));
+    if (graphs_work_) return absl::OkStatus();
   }
   SPMMD_RETURN_IF_ERROR(staging_->Upload(inputs_.data(), up_, stream_));
   SPMMD_RETURN_IF_ERROR(RecordEvent(0));
   SPMMD_RETURN_IF_ERROR(LaunchSteps(first, rows));
   SPMMD_RETURN_IF_ERROR(staging_->Download(outputs_.data(), down_, stream_));
   return ReadTimes(jobs);
+}
+
+absl::Status CudaRunner::Place(absl::Span<Job* const> jobs, int64_t rows, uint64_t* input_bytes,
+                               uint64_t* output_bytes) {
+  const auto place = [&](bool use_shadows) -> absl::Status {
+    shadowed_.clear();
+    *input_bytes = PlaceInputs(jobs, rows);
+    *output_bytes = 0;
+    uint64_t work_bytes = 0;
+    scratch_bytes_ = 0;
+    SPMMD_RETURN_IF_ERROR(PlaceSteps(*jobs.front(), rows, use_shadows, output_bytes, &work_bytes, &scratch_bytes_));
+    SPMMD_RETURN_IF_ERROR(inputs_.Ensure(*input_bytes).status());
+    SPMMD_RETURN_IF_ERROR(outputs_.Ensure(*output_bytes).status());
+    if (work_bytes > 0) SPMMD_RETURN_IF_ERROR(work_.Ensure(work_bytes).status());
+    if (scratch_bytes_ > 0) {
+      SPMMD_ASSIGN_OR_RETURN(const bool fresh, scratch_.Ensure(scratch_bytes_));
+      if (fresh || !scratch_clean_) {
+        SPMMD_RETURN_IF_ERROR(context_->Check(
+            context_->cuda().workspace_init(context_->device(), scratch_.data(), scratch_bytes_, stream_)));
+        scratch_clean_ = true;
+      }
+    }
+    PlaceOutputs(jobs);
+    return absl::OkStatus();
+  };
+  const absl::Status status = place(shadows_->enabled());
+  if (shadowed_.empty()) return status;
+  if (status.ok() && shadows_->Hold(shadowed_)) return status;
+  // The memory of a shadow went to somebody else meanwhile, or to this very run's workspace.
+  if (!status.ok() && !absl::IsResourceExhausted(status)) return status;
+  return place(/*use_shadows=*/false);
 }
 
 absl::Status CudaRunner::LaunchSteps(const Job& job, int64_t rows) {
@@ -171,6 +196,7 @@ CudaRunner::GraphKey CudaRunner::KeyOf(const Job& job, int64_t rows) const {
   GraphKey key;
   key.rows = rows;
   for (const ResidentLayer* layer : job.layers) key.layers.push_back(static_cast<const CudaLayer*>(layer)->serial());
+  for (const Planned& planned : planned_) key.kernels.emplace_back(planned.kernel, planned.shadow);
   key.steps = job.plan->steps;
   key.outputs = job.plan->outputs;
   key.step_cols = job.step_cols;
@@ -194,48 +220,91 @@ absl::StatusOr<CudaRunner::Graph*> CudaRunner::FindGraph(const Job& job, int64_t
       DropGraph(&graphs_.back());
       graphs_.pop_back();
     }
-    graphs_.push_front({std::move(key), nullptr, {}});
+    graphs_.emplace_front();
+    graphs_.front().key = std::move(key);
     return nullptr;
   }
   graphs_.splice(graphs_.begin(), graphs_, known);
   Graph* const graph = &graphs_.front();
-  if (graph->graph != nullptr) return graph;
-  SPMMD_RETURN_IF_ERROR(Record(graph, job, rows, input_bytes, output_bytes));
-  return graph->graph == nullptr ? nullptr : graph;
+  return graph;
 }
 
-absl::Status CudaRunner::Record(Graph* graph, const Job& job, int64_t rows, uint64_t input_bytes,
-                                uint64_t output_bytes) {
+bool CudaRunner::OutputsToHost(const Job& job, int64_t rows) const {
+  // Few large writes; more rows come in pieces of 16 bytes.
+  if (rows > 2) return false;
+  for (size_t s = 0; s < planned_.size(); ++s) {
+    const Planned& planned = planned_[s];
+    if (planned.y.block != Block::kOutputs) continue;
+    // A later step would read it over the bus, and cublasLt may add up in place.
+    if (job.plan->steps[s].last_use >= 0 || (planned.kernel >= 0 && planned.kernel == cublaslt_)) return false;
+  }
+  return true;
+}
+
+absl::Status CudaRunner::Record(const Job& job, int64_t rows, bool timed, uint64_t input_bytes, uint64_t output_bytes,
+                                spmmd_cuda_graph* exec) {
   const CudaLibrary& cuda = context_->cuda();
   launched_.clear();
   if (cuda.graph_begin(context_->device(), stream_) != SPMMD_CUDA_OK) {
     graphs_work_ = false;
     return context_->Probe();
   }
+  const auto copy = [&](std::byte* to, const std::byte* from, uint64_t bytes) {
+    return context_->Check(bytes <= kKernelCopyBytes ? cuda.copy_kernel(context_->device(), to, from, bytes, stream_)
+                                                     : cuda.memcpy_async(context_->device(), to, from, bytes, stream_));
+  };
+  const bool to_host = OutputsToHost(job, rows) && output_bytes <= kKernelCopyBytes;
   const auto enqueue = [&]() -> absl::Status {
-    SPMMD_RETURN_IF_ERROR(context_->Check(
-        cuda.memcpy_async(context_->device(), inputs_.data(), staging_->upload_slot(), input_bytes, stream_)));
+    SPMMD_RETURN_IF_ERROR(copy(inputs_.data(), staging_->upload_slot(), input_bytes));
     SPMMD_RETURN_IF_ERROR(RecordEvent(0));
     SPMMD_RETURN_IF_ERROR(LaunchSteps(job, rows));
-    return context_->Check(
-        cuda.memcpy_async(context_->device(), staging_->download_slot(), outputs_.data(), output_bytes, stream_));
+    return to_host ? absl::OkStatus() : copy(staging_->download_slot(), outputs_.data(), output_bytes);
   };
+  timed_ = timed;
+  outputs_at_ = to_host ? staging_->download_slot() : nullptr;
   const absl::Status enqueued = enqueue();
+  timed_ = true;
+  outputs_at_ = nullptr;
   // Ends the capture whatever happened in it.
-  const spmmd_cuda_status ended = cuda.graph_end(context_->device(), stream_, &graph->graph);
+  const spmmd_cuda_status ended = cuda.graph_end(context_->device(), stream_, exec);
   if (!enqueued.ok() || ended != SPMMD_CUDA_OK) {
-    graph->graph = nullptr;
+    *exec = nullptr;
     graphs_work_ = false;  // requests run as they are from here on
     launched_.clear();
     return context_->Probe();
   }
+  return absl::OkStatus();
+}
+
+absl::Status CudaRunner::Replay(absl::Span<Job* const> jobs, Graph* graph, int64_t rows, uint64_t input_bytes,
+                                uint64_t output_bytes) {
+  const CudaLibrary& cuda = context_->cuda();
+  const bool timed = jobs.front()->timed || graph->replays++ % kTimedEvery == 0;
+  spmmd_cuda_graph& exec = timed ? graph->timed : graph->graph;
+  if (exec == nullptr) {
+    SPMMD_RETURN_IF_ERROR(Record(*jobs.front(), rows, timed, input_bytes, output_bytes, &exec));
+    if (exec == nullptr) return absl::OkStatus();
+    if (timed) graph->launched = launched_;
+  }
+  SPMMD_RETURN_IF_ERROR(staging_->Fill(up_));
+  SPMMD_RETURN_IF_ERROR(context_->Check(cuda.graph_launch(context_->device(), exec, stream_)));
+  SPMMD_RETURN_IF_ERROR(context_->Check(cuda.stream_synchronize(context_->device(), stream_)));
+  staging_->Empty(down_);
+  launched_ = graph->launched;
+  if (!timed) {
+    Account(jobs);
+    return absl::OkStatus();
+  }
+  SPMMD_RETURN_IF_ERROR(ReadTimes(jobs));
   graph->launched = launched_;
   return absl::OkStatus();
 }
 
 void CudaRunner::DropGraph(Graph* graph) {
-  if (graph->graph != nullptr) context_->cuda().graph_destroy(context_->device(), graph->graph);
-  graph->graph = nullptr;
+  for (spmmd_cuda_graph* exec : {&graph->graph, &graph->timed}) {
+    if (*exec != nullptr) context_->cuda().graph_destroy(context_->device(), *exec);
+    *exec = nullptr;
+  }
 }
 
 uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
@@ -296,10 +365,64 @@ uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
   return end;
 }
 
-absl::Status CudaRunner::PlaceSteps(const Job& job, int64_t rows, uint64_t* output_bytes, uint64_t* work_bytes,
-                                    uint64_t* scratch_bytes) {
-  const Plan& plan = *job.plan;
+void CudaRunner::UseCandidate(const spmmd_cuda_layer* dense, const CudaLayer& layer, const CudaWidth& width,
+                              const spmmd_cuda_matmul& call) {
+  // Measured for outputs of the weights' type; cublasLt's list for others is another one.
+  if (width.dense_candidate < 0 || call.y_dtype != static_cast<int32_t>(layer.shape().dtype)) return;
+  if (chosen_.size() >= kMaxChosen) chosen_.clear();
+  if (!chosen_.insert({layer.m(), layer.k(), call.n, layer.shape().dtype}).second) return;
+  // Where there is no such candidate, cublasLt's first one runs.
+  context_->cuda().dense_use_candidate(dense, &call, width.dense_candidate);
+}
+
+absl::Status CudaRunner::ChooseKernel(const CudaLayer& layer, bool deterministic, bool use_shadows, Planned* planned,
+                                      uint64_t* scratch_bytes) {
   const CudaLibrary& cuda = context_->cuda();
+  const spmmd_cuda_matmul& call = planned->call;
+  planned->layer = layer.handle();
+  const auto select = [&](const spmmd_cuda_layer* handle) -> absl::Status {
+    planned->layer = handle;
+    if (planned->kernel < 0)
+      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.select_kernel(handle, &call, &planned->kernel)));
+    uint64_t bytes = 0;
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.workspace_bytes(handle, planned->kernel, &call, &bytes)));
+    *scratch_bytes = std::max(*scratch_bytes, bytes);
+    return absl::OkStatus();
+  };
+  const bool dense = layer.format() == Format::kDense;
+  // What runs must not depend on what else the process has measured or has room for.
+  if (deterministic || (!dense && layer.format() != Format::kBitmapGpu)) return select(layer.handle());
+
+  const std::shared_ptr<const CudaWidths> widths = tuning_->Find(layer.shape());
+  const CudaWidth* const width = widths == nullptr || widths->empty() ? nullptr : &WidthFor(*widths, call.n);
+  if (dense) {
+    if (width != nullptr) UseCandidate(layer.handle(), layer, *width, call);
+    return select(layer.handle());
+  }
+  const bool want_dense = width != nullptr ? width->dense_is_faster() : call.n > kSparseTokens;
+  if (want_dense && use_shadows) {
+    SPMMD_RETURN_IF_ERROR(shadows_->Want(layer.serial(), layer.handle(), stream_));
+    absl::Status status;
+    const auto use = [&](const spmmd_cuda_layer* shadow, uint64_t serial) {
+      planned->shadow = serial;
+      if (width != nullptr) UseCandidate(shadow, layer, *width, call);
+      return select(shadow);
+    };
+    if (shadows_->With(layer.serial(), use, &status)) {
+      shadowed_.push_back(layer.serial());
+      return status;
+    }
+  }
+  if (width != nullptr && width->kernel >= 0 &&
+      cuda.can_implement(layer.handle(), width->kernel, &call) == SPMMD_CUDA_OK) {
+    planned->kernel = width->kernel;
+  }
+  return select(layer.handle());
+}
+
+absl::Status CudaRunner::PlaceSteps(const Job& job, int64_t rows, bool use_shadows, uint64_t* output_bytes,
+                                    uint64_t* work_bytes, uint64_t* scratch_bytes) {
+  const Plan& plan = *job.plan;
   output_values_.clear();
   for (const PlanOutput& output : plan.outputs) {
     Value value;
@@ -364,10 +487,7 @@ absl::Status CudaRunner::PlaceSteps(const Job& job, int64_t rows, uint64_t* outp
         call.x_indices = &kSomeIndex;  // says that it will be sparse
         call.x_nnz = x.nnz;
       }
-      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.select_kernel(layer.handle(), &call, &planned.kernel)));
-      uint64_t bytes = 0;
-      SPMMD_RETURN_IF_ERROR(context_->Check(cuda.workspace_bytes(layer.handle(), planned.kernel, &call, &bytes)));
-      *scratch_bytes = std::max(*scratch_bytes, bytes);
+      SPMMD_RETURN_IF_ERROR(ChooseKernel(layer, job.deterministic, use_shadows, &planned, scratch_bytes));
     }
     if (planned.filtered) layout.Give(planned.filter.offset);
     // Outputs of another type are converted right behind the step, so that its value may go with its last reader.
@@ -388,7 +508,7 @@ std::byte* CudaRunner::At(const Value& value) const {
     case Block::kWork:
       return work_.data() + value.offset;
     case Block::kOutputs:
-      return outputs_.data() + value.offset;
+      return (outputs_at_ != nullptr ? outputs_at_ : outputs_.data()) + value.offset;
     case Block::kNone:
       break;
   }
@@ -454,26 +574,29 @@ absl::Status CudaRunner::LaunchMatmul(const Job& job, const PlanStep& step, cons
     call.x = At(*x);
   }
   if (step.use_bias) call.bias = layer.bias();
+  if (!timed_) call.flags |= SPMMD_CUDA_FLAG_CHAIN;
   call.y = At(planned.y);
   call.workspace = scratch_.data();
   call.workspace_bytes = scratch_bytes_;
-  SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().launch(layer.handle(), planned.kernel, &call, stream_)));
+  SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().launch(planned.layer, planned.kernel, &call, stream_)));
   const bool indexed = call.x_indices != nullptr;
-  auto weights = static_cast<double>(layer.bytes());
-  auto nonzeros = static_cast<double>(layer.nnz());
+  const bool shadowed = planned.shadow != 0;
+  auto weights = static_cast<double>(shadowed ? layer.m() * layer.k() * 2 : static_cast<int64_t>(layer.bytes()));
+  auto nonzeros = static_cast<double>(shadowed ? layer.m() * layer.k() : layer.nnz());
   if (indexed) {
     const double share = static_cast<double>(x->nnz) / static_cast<double>(layer.k());
     weights *= share;
     nonzeros *= share;
   }
   const uint64_t x_bytes = indexed ? static_cast<uint64_t>(x->nnz) * 8 : TensorBytes(x->dtype, rows, x->cols);
-  return Mark({context_->cuda().kernel_name(planned.kernel), Name(layer.format()).data(),
+  return Mark({context_->cuda().kernel_name(planned.kernel), Name(shadowed ? Format::kDense : layer.format()).data(),
                static_cast<int64_t>(weights) +
                    static_cast<int64_t>(x_bytes + TensorBytes(planned.y.dtype, rows, planned.y.cols)),
                static_cast<int64_t>(2.0 * nonzeros * static_cast<double>(rows))});
 }
 
 absl::Status CudaRunner::RecordEvent(size_t index) {
+  if (!timed_) return absl::OkStatus();
   if (index == events_.size()) {
     spmmd_cuda_event event = nullptr;
     SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().event_create(context_->device(), /*timing=*/1, &event)));
@@ -507,18 +630,23 @@ void CudaRunner::PlaceOutputs(absl::Span<Job* const> jobs) {
 }
 
 absl::Status CudaRunner::ReadTimes(absl::Span<Job* const> jobs) {
-  absl::Duration total;
   for (size_t i = 0; i < launched_.size(); ++i) {
     double microseconds = 0;
     SPMMD_RETURN_IF_ERROR(context_->Check(
         context_->cuda().event_elapsed_us(context_->device(), events_[i], events_[i + 1], &microseconds)));
-    const absl::Duration took = absl::Microseconds(microseconds);
-    total += took;
-    KernelMetrics*& metrics = kernel_metrics_[{launched_[i].kernel, launched_[i].format}];
-    if (metrics == nullptr) {
-      metrics = &metrics_->Kernel(context_->id(), launched_[i].kernel, launched_[i].format);
-    }
-    metrics->Launched(took, launched_[i].bytes, launched_[i].flops);
+    launched_[i].took = absl::Microseconds(microseconds);
+  }
+  Account(jobs);
+  return absl::OkStatus();
+}
+
+void CudaRunner::Account(absl::Span<Job* const> jobs) {
+  absl::Duration total;
+  for (const Launched& launched : launched_) {
+    total += launched.took;
+    KernelMetrics*& metrics = kernel_metrics_[{launched.kernel, launched.format}];
+    if (metrics == nullptr) metrics = &metrics_->Kernel(context_->id(), launched.kernel, launched.format);
+    metrics->Launched(launched.took, launched.bytes, launched.flops);
   }
   for (Job* job : jobs) {
     job->kernel_time += total;
@@ -526,7 +654,6 @@ absl::Status CudaRunner::ReadTimes(absl::Span<Job* const> jobs) {
     job->kernel = launched_.back().kernel;
     job->kernel_bytes = launched_.back().bytes;
   }
-  return absl::OkStatus();
 }
 
 }  // namespace spmmd::server

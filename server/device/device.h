@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/format/packed_layer.h"
 #include "server/device/executor.h"
@@ -34,6 +35,8 @@ class ResidentLayer {
   Format format() const { return format_; }
   // Held in the device's memory, bias included.
   uint64_t bytes() const { return weights_.bytes(); }
+  // Of a dense copy beside it that only makes it faster; 0: none now.
+  virtual uint64_t shadow_bytes() const { return 0; }
 
  protected:
   ResidentLayer(const PackedLayer& packed, MemoryBudget::Reservation weights)
@@ -62,6 +65,8 @@ struct FormatQuery {
   int64_t k = 0;
   int64_t nnz = 0;
   bool sparse_activations = false;  // the layer has a default activation threshold
+  bool two_of_four = false;         // no more than 2 nonzeros in any aligned group of 4 along K
+  bool may_measure = false;         // the answer may take a moment and the device's time
 };
 
 // The result of AUTO.
@@ -77,6 +82,13 @@ struct DeviceOptions {
   Executor::Options queue;
   // Measure read bandwidth at start (about 50 ms).
   bool measure_bandwidth = true;
+  // Keep dense copies of layers in memory that nothing else needs, where that is faster.
+  bool dense_shadows = true;
+  absl::Duration shadow_quiet = absl::Seconds(10);  // since one was given up, before another is made
+  // Measure kernels on shapes that AUTO has not met, and keep what was measured in files in this directory (empty: in
+  // memory only).
+  bool tune_kernels = false;
+  std::string tuning_dir;
 };
 
 class Device {
@@ -108,6 +120,11 @@ class Device {
   }
   // AUTO.
   virtual FormatChoice ChooseFormat(const FormatQuery& query) const = 0;
+  // Measures the kernels for layers like this one again.
+  virtual void Tune(DType dtype, const ResidentLayer& layer) {
+    static_cast<void>(dtype);
+    static_cast<void>(layer);
+  }
   // Upper bound of the device bytes that a layer takes, when it has at most `max_nnz` nonzeros; without a bias.
   virtual uint64_t EstimateBytes(Format format, DType dtype, int64_t m, int64_t k, int64_t max_nnz) const = 0;
 

@@ -64,6 +64,7 @@ class Probe {
                              layer_->k()};
     job_->outputs = {{reinterpret_cast<std::byte*>(y_.data()), DType::kF32, tokens_, layer_->m(), layer_->m()}};
     job_->deadline = deadline;
+    job_->timed = true;
     absl::Status result;
     absl::Notification finished;
     job_->done = [&](absl::Status status) {
@@ -172,6 +173,7 @@ absl::Status Engine::Benchmark(const pb::BenchmarkRequest& request, pb::Benchmar
   const LayerContent::Copy& copy = lease->content().copies.front();
   SPMMD_ASSIGN_OR_RETURN(const auto copies, LoadBy(&catalog_->residency(), *lease, deadline));
   const ResidentLayer& resident = *copies->layers.front();
+  copy.device->Tune(lease->content().dtype, resident);
   std::unique_ptr<ResidentLayer> dense;
   if (!request.skip_dense() && lease->content().format != Format::kDense) {
     SPMMD_ASSIGN_OR_RETURN(dense, MakeDense(copy.device, resident, lease->content().dtype));

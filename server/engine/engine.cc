@@ -262,6 +262,7 @@ absl::Status Engine::SplitJob(Job* job) {
     shard->flow = job->flow;
     shard->background = job->background;
     shard->joinable = job->joinable;
+    shard->deterministic = job->deterministic;
     job->shards.push_back(std::move(shard));
   }
   return absl::OkStatus();
@@ -275,8 +276,9 @@ absl::Status Engine::Schedule(const pb::ExecuteRequest& request, Job* job) const
   job->flow = job->leases.empty() ? nullptr : job->leases.front().get();
   const auto dense = [](const InputValue& input) { return !input.sparse.has_value(); };
   const auto shareable = [](const std::shared_ptr<const ServedLayer>& layer) { return !layer->deterministic(); };
+  job->deterministic = !absl::c_all_of(job->leases, shareable);
   job->joinable = job->rows > 0 && job->rows < options_.max_batch_tokens && absl::c_all_of(job->inputs, dense) &&
-                  absl::c_all_of(job->leases, shareable);
+                  !job->deterministic;
   return absl::OkStatus();
 }
 

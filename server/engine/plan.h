@@ -124,17 +124,19 @@ struct Job {
   absl::Time deadline = absl::InfiniteFuture();
   // Jobs of one flow share a place in the round of a device's queue. Any address: only its identity counts.
   const void* flow = nullptr;
-  bool background = false;  // runs when nothing else waits
-  bool joinable = false;    // may share a launch with others along N
-  bool hand_off = false;    // never on the submitting thread
+  bool background = false;     // runs when nothing else waits
+  bool joinable = false;       // may share a launch with others along N
+  bool deterministic = false;  // a layer is: the kernel depends on nothing but layer and shape
+  bool timed = false;          // by what it took itself, not by what an equal run took before
+  bool hand_off = false;       // never on the submitting thread
   // Called exactly once, on the submitting thread, on the device's executor thread or on the thread that cancels.
   absl::AnyInvocable<void(absl::Status)> done;
 
   // Filled in by the device.
   absl::Duration queue_time;
   absl::Duration kernel_time;
-  int32_t batch_jobs = 0;  // that ran as one with this one, and itself
-  int64_t batch_rows = 0;  // of all of them
+  int32_t batch_jobs = 0;    // that ran as one with this one, and itself
+  int64_t batch_rows = 0;    // of all of them
   absl::string_view kernel;  // of the last launch; static storage
   int64_t kernel_bytes = 0;
   // Set by Device::Cancel; looked at before each launch.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -130,6 +131,32 @@ TEST(PruneNmTest, RefusesBadGroups) {
   DenseMatrix w = testing::MakeMatrix(DType::kF16, 2, 2, 1.0);
   for (const auto& [n, m] : {std::pair{0, 4}, {4, 4}, {1, 1}, {2, 65}, {-1, 4}}) {
     EXPECT_TRUE(absl::IsInvalidArgument(PruneNm(w.mutable_view(), n, m)));
+  }
+}
+
+TEST(IsTwoOfFourTest, WhatPruningLeavesAndNothingElse) {
+  for (const DType dtype : {DType::kF16, DType::kBf16, DType::kF32}) {
+    for (const int64_t cols : {1, 3, 4, 7, 64, 131}) {
+      DenseMatrix w = *DenseMatrix::Create(dtype, 9, cols);
+      const auto set = [&](int64_t r, int64_t c, uint32_t bits) {
+        std::memcpy(w.mutable_view().row(r) + static_cast<size_t>(c) * SizeOf(dtype), &bits, SizeOf(dtype));
+      };
+      for (int64_t r = 0; r < 9; ++r) {
+        for (int64_t c = 0; c < cols; ++c) set(r, c, 0x3c003c00u);
+      }
+      EXPECT_EQ(IsTwoOfFour(w.view()), cols < 3) << cols;
+      ASSERT_TRUE(PruneNm(w.mutable_view(), 2, 4).ok());
+      EXPECT_TRUE(IsTwoOfFour(w.view())) << cols;
+      if (cols < 4) continue;
+      // A third one, first as a negative zero, in one group of one row.
+      set(7, 0, 0x3c003c00u);
+      set(7, 1, 0x3c003c00u);
+      set(7, 2, dtype == DType::kF32 ? 0x80000000u : 0x8000u);
+      set(7, 3, 0);
+      EXPECT_TRUE(IsTwoOfFour(w.view())) << cols;
+      set(7, 3, 0x3c003c00u);
+      EXPECT_FALSE(IsTwoOfFour(w.view())) << cols;
+    }
   }
 }
 

@@ -81,6 +81,11 @@ TEST_F(OptionsTest, Gpus) {
   EXPECT_THAT(options.cuda_devices, ElementsAre(2, 0));
   EXPECT_EQ(options.cuda_library, "/x.so");
   EXPECT_TRUE(options.exit_on_device_failure);
+  EXPECT_TRUE(options.dense_shadows);
+  EXPECT_TRUE(options.tune_kernels);
+  const Options plain = ParseOk({"--dense-shadows=false", "--tune-kernels=false"});
+  EXPECT_FALSE(plain.dense_shadows);
+  EXPECT_FALSE(plain.tune_kernels);
   EXPECT_THAT(ParseError({"--device=gpu0"}), HasSubstr("'gpu0' is not of the form cuda:N"));
   EXPECT_THAT(ParseError({"--device=cuda:-1"}), HasSubstr("cuda:N"));
   EXPECT_THAT(ParseError({"--device=cuda:1", "--device=cuda:1"}), HasSubstr("given twice"));

@@ -283,27 +283,41 @@ TEST_F(CudaDeviceTest, ARequestLargerThanTheStagingBuffers) {
 
 TEST_F(CudaDeviceTest, AutoChoosesByDensityAndActivations) {
   CudaCore core(library_, Unmeasured());
-  const DenseMatrix sparse = RandomMatrix(DType::kF16, 256, 256, 0.5, 1);
-  const DenseMatrix full = RandomMatrix(DType::kF16, 256, 256, 0.1, 2);
+  const DenseMatrix sparse = RandomMatrix(DType::kF16, 2048, 2048, 0.5, 1);
   auto layer = core.Register("sparse", sparse.view());
   ASSERT_TRUE(layer.ok()) << layer.status();
   EXPECT_EQ(layer->format(), pb::FORMAT_BITMAP);
   EXPECT_THAT(layer->format_reason(), HasSubstr("of the elements are zero"));
-  layer = core.Register("full", full.view());
-  ASSERT_TRUE(layer.ok());
+  const DenseMatrix small = RandomMatrix(DType::kF16, 1536, 384, 0.5, 1);
+  layer = core.Register("small", small.view());
+  ASSERT_TRUE(layer.ok()) << layer.status();
   EXPECT_EQ(layer->format(), pb::FORMAT_DENSE);
-  pb::LayerSpec spec = DenseSpec("active", sparse.view());
-  spec.set_activation_threshold(0.1f);
-  layer = core.Register(spec, sparse.view());
-  ASSERT_TRUE(layer.ok());
-  EXPECT_EQ(layer->format(), pb::FORMAT_RLC_CSC);
-  EXPECT_THAT(layer->format_reason(), HasSubstr("activation_threshold"));
+  EXPECT_THAT(layer->format_reason(), HasSubstr("as fast dense"));
+
+  FormatQuery query{DType::kF16, 4096, 4096, 4096 * 4096 / 2};
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kBitmapGpu);
+  query.nnz = 4096 * 4096 / 10 * 9;
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kDense);
+  query.nnz = 4096 * 4096 / 2;
+  query.two_of_four = true;
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kThreeLayer);
+  query.nnz = 4096 * 4096 / 5;  // better off with what it has
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kBitmapGpu);
+  query = {DType::kF16, 11008, 4096, 11008 * 4096 / 2, /*sparse_activations=*/true};
+  FormatChoice choice = core.device->ChooseFormat(query);
+  EXPECT_EQ(choice.format, Format::kColumnPiece);
+  EXPECT_THAT(choice.reason, HasSubstr("activation_threshold"));
+  // Too small for skipping columns to pay before most of them are skipped.
+  query = {DType::kF16, 1024, 1024, 1024 * 1024 / 2, /*sparse_activations=*/true};
+  choice = core.device->ChooseFormat(query);
+  EXPECT_EQ(choice.format, Format::kRowStream);
+  EXPECT_THAT(choice.reason, HasSubstr("activation_threshold"));
 
   const DenseMatrix fp32 = RandomMatrix(DType::kF32, 16, 16, 0.5, 3);
   const auto refused = core.Register("fp32", fp32.view());
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(FieldOf(refused.status()), "spec.store_dtype");
-  spec = DenseSpec("fp32", fp32.view());
+  pb::LayerSpec spec = DenseSpec("fp32", fp32.view());
   spec.set_store_dtype(pb::DATA_TYPE_BF16);
   EXPECT_TRUE(core.Register(spec, fp32.view()).ok());
 }

@@ -25,6 +25,7 @@ using testing::TestServer;
 void OnFakeGpu(Options* options) {
   options->backend = BackendChoice::kAuto;
   options->cuda_library = SPMMD_FAKE_CUDA_LIBRARY;
+  options->tune_kernels = false;  // loops of the CPU stand in for kernels
 }
 
 void SetBroken(bool broken) {

@@ -225,6 +225,11 @@ spmmd_cuda_status spmmd_cuda_memcpy_async(spmmd_cuda_device* device, void* to, c
   std::memcpy(to, from, bytes);
   return SPMMD_CUDA_OK;
 }
+spmmd_cuda_status spmmd_cuda_copy_kernel(spmmd_cuda_device* device, void* to, const void* from, uint64_t bytes,
+                                         spmmd_cuda_stream stream) {
+  if (bytes % 16 != 0) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "bytes");
+  return spmmd_cuda_memcpy_async(device, to, from, bytes, stream);
+}
 spmmd_cuda_status spmmd_cuda_memcpy_2d_async(spmmd_cuda_device* device, void* to, uint64_t to_pitch, const void* from,
                                              uint64_t from_pitch, uint64_t row_bytes, uint64_t rows,
                                              spmmd_cuda_stream /*stream*/) {
@@ -405,10 +410,25 @@ void spmmd_cuda_layer_free(spmmd_cuda_layer* layer) {
   delete layer;
 }
 
-spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* /*device*/, const spmmd_cuda_dense_weights* /*weights*/,
+spmmd_cuda_status spmmd_cuda_pack_bitmap_gpu(spmmd_cuda_device* device, const spmmd_cuda_dense_weights* weights,
                                              spmmd_cuda_stream /*stream*/, spmmd_cuda_packed_info* /*info*/,
-                                             spmmd_cuda_layer** /*layer*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "packing");
+                                             spmmd_cuda_layer** layer) {
+  FAKE_CHECK(device);
+  const spmmd::DenseView view = {static_cast<const std::byte*>(weights->data),
+                                 static_cast<spmmd::DType>(weights->dtype), weights->m, weights->k,
+                                 weights->row_stride};
+  const auto packed = spmmd::Pack(spmmd::Format::kBitmapGpu, view);
+  if (!packed.ok()) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, std::string(packed.status().message()));
+  auto made = std::make_unique<spmmd_cuda_layer>();
+  made->device = device;
+  made->packed = *packed;
+  for (int64_t r = 0; r < view.rows; ++r) {
+    for (int64_t c = 0; c < view.cols; ++c) made->dense.push_back(Load(view.row(r), weights->dtype, c));
+  }
+  made->bytes = packed->bytes().total();
+  if (const spmmd_cuda_status status = Take(device, made->bytes); status != SPMMD_CUDA_OK) return status;
+  *layer = made.release();
+  return SPMMD_CUDA_OK;
 }
 
 int32_t spmmd_cuda_kernel_count(void) { return static_cast<int32_t>(kKernels.size()); }
@@ -495,8 +515,8 @@ spmmd_cuda_status spmmd_cuda_dense_tune(const spmmd_cuda_layer* /*layer*/, const
   return SPMMD_CUDA_OK;
 }
 spmmd_cuda_status spmmd_cuda_dense_use_candidate(const spmmd_cuda_layer* /*layer*/, const spmmd_cuda_matmul* /*call*/,
-                                                 int32_t /*index*/) {
-  return SPMMD_CUDA_OK;
+                                                 int32_t index) {
+  return index < 2 ? SPMMD_CUDA_OK : Fail(SPMMD_CUDA_NOT_FOUND, "candidates");
 }
 
 spmmd_cuda_status spmmd_cuda_elementwise(spmmd_cuda_device* device, const spmmd_cuda_elementwise_call* call,
