@@ -123,8 +123,8 @@ class Load:
             if self._large:
                 # Each a third of the memory: at most two are resident at a time.
                 budget = client.device_info()[0].memory_budget_bytes
-                weight = rng.standard_normal((budget // 3 // 2 // 1024, 1024)).astype(np.float16)
-                for name in self._large:
+                for name in self._large:  # each of its own: the same content would be held once
+                    weight = rng.standard_normal((budget // 3 // 2 // 1024, 1024)).astype(np.float16)
                     client.register(name, weight, format="dense")
         for thread in self._threads:
             thread.start()
