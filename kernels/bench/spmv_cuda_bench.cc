@@ -204,6 +204,7 @@ struct Options {
   std::vector<uint32_t> chains = {0, SPMMD_CUDA_FLAG_CHAIN};
   int group = 1;  // rows of W as so many layers in one launch, beside dense cuBLAS on all of them at once
   int group_warps = 10;
+  bool separate = false;  // the group's layers in a launch each instead, to compare with
   bool celty = false;
   int replays = 15;
   double skew = 0;
@@ -394,8 +395,11 @@ class Bench {
           call.workspace_bytes = kWorkspaceBytes;
           row += parts[static_cast<size_t>(part)].m;
         }
-        if (group == 1) {
-          CHECK_SPMMD(spmmd_cuda_launch(layers_[static_cast<size_t>(copy)], kernel, calls.data(), stream_));
+        if (group == 1 || options_.separate) {
+          for (int part = 0; part < group; ++part) {
+            CHECK_SPMMD(spmmd_cuda_launch(layers_[static_cast<size_t>(copy * group + part)], kernel,
+                                          &calls[static_cast<size_t>(part)], stream_));
+          }
         } else {
           CHECK_SPMMD(spmmd_cuda_launch_group(layers_.data() + copy * group, kernel, calls.data(), group, stream_));
         }
@@ -428,7 +432,8 @@ class Bench {
       }
       const std::string text = std::string(config) + "variant=" + std::to_string(variant) +
                                ";chain=" + std::to_string(flags & SPMMD_CUDA_FLAG_CHAIN) +
-                               ";group=" + std::to_string(group) + ";accumulate=" + std::to_string(accumulate ? 1 : 0) +
+                               ";group=" + std::to_string(group) + (options_.separate ? ";separate=1" : "") +
+                               ";accumulate=" + std::to_string(accumulate ? 1 : 0) +
                                ";stored=" + std::to_string(static_cast<int64_t>(stored));
       Row(kernel_name, std::string(Name(packed.format)).c_str(), shape, dtype, tokens, sparsity, us, bytes,
           Percentile(dense_us, .5), error, text, in.sparsity);
@@ -493,8 +498,10 @@ class Bench {
             tuning.warps = warps;
             const std::vector<PackedLayer> packed = Parts(w, [&](const DenseView& part) {
               row_stream::Options own = tuning;
-              own.multiprocessors = std::max(1, kMultiprocessors / options_.group);
-              if (options_.group > 1) own.warps = options_.group_warps;
+              own.multiprocessors =
+                  options_.separate ? kMultiprocessors : std::max(1, kMultiprocessors / options_.group);
+              // Layers of one launch share their number of warps; on its own, a layer has the packer's choice.
+              if (options_.group > 1 && !options_.separate) own.warps = options_.group_warps;
               return row_stream::Pack(part, {}, own).value();
             });
             for (const int tokens : options_.tokens) {
@@ -681,6 +688,7 @@ int Main(int argc, char** argv) {
     if (const char* v = value("skew")) options.skew = std::atof(v);
     if (arg == "--sweep") options.sweep = true;
     if (arg == "--celty") options.celty = true;
+    if (arg == "--separate") options.separate = true;
     if (arg == "--no-chain") options.chains = {0};
     if (const char* v = value("variants")) {
       options.variants.clear();

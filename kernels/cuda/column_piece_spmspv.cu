@@ -11,23 +11,26 @@
 // activations of any type cost nothing more.
 //
 // Expanding a compressed column: its values are staged as E[i] = (v[i-1], v[i]) in shared memory, one bank a lane, so
-// that the pair of elements (d, d+1) is E[number of nonzeros up to d] under the two elements' masks: one dp4a an
-// address, one byte permute a mask, no branch, no bank conflict; 12 instructions for 4 elements. Lanes load 16 bytes of
-// one stream, coalesced, one group of columns ahead, and hand them to the decoding lanes through the staging.
+// that the pair of elements (d, d+1) is E[number of nonzeros up to d], less the values whose elements are zero: one
+// dp4a an address, one byte permute a pair that takes its bytes or zero, no branch, no bank conflict; 10 instructions
+// for 4 elements. Lanes load 16 bytes of one stream, coalesced, one group of columns ahead, and hand them to the
+// decoding lanes through the staging. What a long stream has lent (column_piece_layout.h) is copied behind its own
+// values there, 6 words whether it has or not.
 //
 // Sums of the 8 warps meet in shared memory; those of a row block's column ranges either in fp32 reductions on y
 // (accumulate) or in slabs that some of its thread blocks wait for and add up in order (overwrite: deterministic,
 // nothing to clear).
-// Limiter: at 28672x7168 device memory keeps 80 % of the time busy at 30 %, 56 % at 70 %; the rest is waiting for
-// pieces one group ahead, with 5.5-6 instructions a dense element of an active column close behind. At 4096x4096,
-// .5/.5, a block's clock says: list 0.6 us, first group there and used 2.4 us later, second and last group 1.1 us, both
-// reductions 0.9 us, launch 1.2 us.
+// A group of four columns costs a warp 300 (70 %) to 325 (50 %) instructions, 4.7 to 5.1 a dense element of an active
+// column. Limiter: no one pipe (docs/kernels.md): issue slots are half busy with 16 warps a multiprocessor, a quarter
+// of the stalls is waiting for pieces, the rest dependences and full pipes. At 4096x4096 the fixed cost: launch, list,
+// first pieces, both reductions.
 #include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
 
+#include "kernels/cuda/column_piece_list.cuh"
 #include "kernels/cuda/column_piece_spmspv.h"
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/parallel.h"
@@ -38,22 +41,26 @@ namespace spmmd::cuda {
 namespace {
 
 using column_piece::kBlockRows;
-using column_piece::kMaxChunks;
 using column_piece::kStreamRows;
 using column_piece::kStreams;
+using column_piece_kernel::Activations;
+using column_piece_kernel::Active;
+using column_piece_kernel::BuildList;
+using column_piece_kernel::kMaxSplitColumns;
+using column_piece_kernel::kThreads;
+using column_piece_kernel::kWarps;
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * 32;
-constexpr int kMaxSplitColumns = 8 * kThreads;  // what a block's list holds
-constexpr int kColumnsAtOnce = 4;               // of a warp: the K dimension of the mma
+constexpr int kColumnsAtOnce = 4;  // of a warp: the K dimension of the mma
 constexpr int kMmas = kStreamRows / 8;
+// Rows of places that are staged without asking whether the longest of four columns has so many.
+constexpr int UsualRows(int rows) { return rows - 2; }
 
 // Layers of one launch that share their activations (q, k and v; gate and up).
 constexpr int kMaxGroup = 4;
 
 struct SpmspvLayer {
   const uint8_t* pieces;
-  const uint32_t* descriptors;
+  const column_piece::Descriptor* descriptors;
   const uint64_t* block_units;
   Epilogue epilogue;
   int32_t m;
@@ -80,15 +87,10 @@ struct SplitsArgs {
 };
 
 struct SpmspvArgs {
-  // Dense activations, or ascending indices and fp32 values.
-  const void* x;
-  const uint32_t* x_indices;
-  const float* x_values;
-  int32_t x_nnz;
-  int32_t x_dtype;
-  float threshold;
-  int32_t k;
+  Activations x;
   int32_t layers;
+  int32_t stage_words;   // E[] of a lane
+  int32_t list_columns;  // room in the list
   SplitsArgs splits[2];  // of the first `longer_blocks` row blocks, and of the others
   int32_t longer_blocks;
   bool accumulate;  // y += W x in fp32
@@ -116,11 +118,10 @@ __device__ __forceinline__ void LoadPiece64(uint2& v, const uint8_t* p, bool pre
                : "+r"(v.x), "+r"(v.y)
                : "l"(p), "r"(static_cast<uint32_t>(predicate)));
 }
-
-// Byte permute whose selector may replicate signs (bit 3 of a nibble); __byte_perm masks that bit away.
-__device__ __forceinline__ uint32_t SignPermute(uint32_t v, uint32_t selector) {
+// Byte permute by a selector whose nibbles are below 8: __byte_perm would mask it to make sure.
+__device__ __forceinline__ uint32_t Permute(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t out;
-  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(out) : "r"(v), "r"(selector));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
   return out;
 }
 
@@ -142,212 +143,31 @@ __device__ __forceinline__ float4 LoadVolatile4(const float* from) {
   return v;
 }
 
-// Zero unless the predicate holds.
-__device__ __forceinline__ uint32_t LoadIf32(const void* p, bool predicate) {
-  uint32_t v;
-  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u32 %0, 0;\n @p ld.global.u32 %0, [%1];\n}"
-               : "=r"(v)
-               : "l"(p), "r"(static_cast<uint32_t>(predicate)));
-  return v;
-}
-__device__ __forceinline__ uint32_t LoadIf16(const void* p, bool predicate) {
-  uint32_t v;
-  asm volatile(
-      "{\n .reg .pred p;\n .reg .u16 h;\n setp.ne.u32 p, %2, 0;\n mov.u16 h, 0;\n @p ld.global.u16 h, [%1];\n"
-      " cvt.u32.u16 %0, h;\n}"
-      : "=r"(v)
-      : "l"(p), "r"(static_cast<uint32_t>(predicate)));
-  return v;
-}
-
-// x as the weights' type, and what that rounding lost in the same type, in the two halves of a word.
-template <bool kIsBf16>
-__device__ __forceinline__ uint32_t SplitActivation(float x) {
-  if constexpr (kIsBf16) {
-    const __nv_bfloat16 high = __float2bfloat16_rn(x);
-    const float rest = x - __bfloat162float(high);
-    const uint32_t low = isfinite(rest) ? __bfloat16_as_ushort(__float2bfloat16_rn(rest)) : 0u;
-    return __bfloat16_as_ushort(high) | low << 16;
-  } else {
-    const __half high = __float2half_rn(x);
-    const float rest = x - __half2float(high);
-    const uint32_t low = isfinite(rest) ? __half_as_ushort(__float2half_rn(rest)) : 0u;
-    return __half_as_ushort(high) | low << 16;
-  }
-}
-
-// First position in [0, n) of the ascending `indices` that is >= key, by all threads of the block together: one
-// device-memory latency for every factor of 256.
-__device__ int LowerBound(const uint32_t* indices, int n, uint32_t key) {
-  int low = 0;
-  int length = n;
-  while (length > 0) {
-    const int step = (length + kThreads - 1) / kThreads;
-    const int at = low + static_cast<int>(threadIdx.x) * step;
-    const bool less = at < low + length && __ldg(indices + at) < key;
-    const int count = __syncthreads_count(less ? 1 : 0);
-    if (count == 0) break;
-    const int end = low + length;
-    low += (count - 1) * step + 1;
-    length = min(step - 1, end - low);
-  }
-  return low;
-}
-
 // Four columns of a warp on their way from device memory.
-template <int kPairs>
+template <int kRows>
 struct Group {
-  uint4 pair[kPairs];
-  uint2 tail;
+  // As loaded.
+  uint4 row[kRows];
+  uint2 fours;
+  uint32_t load_units;
+  // As decoded.
   uint2 bits;
-  int pairs;
   uint32_t x;
+  uint32_t units;
+  uint32_t lender;  // lane
 };
 
-struct Active {
-  uint32_t descriptor;
-  uint32_t x;  // SplitActivation
-};
-
-// The active columns of [first, last), in any order that is the same every time. Returns their number; `*exponent` is
-// what sums must be multiplied by as a power of two (fp16 weights cannot hold every activation).
-template <bool kIsBf16, bool kIndexed, int kColumnsPerThread>
-__device__ int BuildList(const SpmspvArgs& args, const uint32_t* descriptors, int first, int last, Active* list,
-                         uint32_t* scratch, int* exponent) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread & 31;
-  const int warp = thread >> 5;
-  uint32_t descriptor[kColumnsPerThread];
-  float x[kColumnsPerThread];
-  if constexpr (kIndexed) {
-    WaitForPrerequisites();
-    const int begin = LowerBound(args.x_indices, args.x_nnz, static_cast<uint32_t>(first));
-    int end = LowerBound(args.x_indices, args.x_nnz, static_cast<uint32_t>(last));
-    end = min(end, begin + kMaxSplitColumns);  // holds for ascending indices; keeps others inside the list
-#pragma unroll
-    for (int s = 0; s < kColumnsPerThread; ++s) {
-      const int at = begin + s * kThreads + thread;
-      descriptor[s] = 0;
-      x[s] = 0.f;
-      if (at < end) {
-        const uint32_t column = __ldg(args.x_indices + at);
-        if (column < static_cast<uint32_t>(args.k)) {
-          descriptor[s] = __ldg(descriptors + column);
-          x[s] = __ldg(args.x_values + at);
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int s = 0; s < kColumnsPerThread; ++s) {
-      const int column = first + s * kThreads + thread;
-      descriptor[s] = LoadIf32(descriptors + column, column < last);
-    }
-    WaitForPrerequisites();
-    // Raw words first: a conversion behind each load would make their latencies add up.
-    uint32_t raw[kColumnsPerThread];
-    if (args.x_dtype == kF32) {
-#pragma unroll
-      for (int s = 0; s < kColumnsPerThread; ++s) {
-        const int column = first + s * kThreads + thread;
-        raw[s] = LoadIf32(static_cast<const float*>(args.x) + column, column < last);
-      }
-#pragma unroll
-      for (int s = 0; s < kColumnsPerThread; ++s) x[s] = __uint_as_float(raw[s]);
-    } else {
-#pragma unroll
-      for (int s = 0; s < kColumnsPerThread; ++s) {
-        const int column = first + s * kThreads + thread;
-        raw[s] = LoadIf16(static_cast<const uint16_t*>(args.x) + column, column < last);
-      }
-      const bool half = args.x_dtype == kF16;
-#pragma unroll
-      for (int s = 0; s < kColumnsPerThread; ++s) {
-        x[s] = half ? __half2float(__ushort_as_half(static_cast<uint16_t>(raw[s]))) : __uint_as_float(raw[s] << 16);
-      }
-    }
-  }
-  // Counts of warp and step in scratch[s * kWarps + warp], the total behind them, the largest |x| behind that.
-  constexpr int kCounts = kColumnsPerThread * kWarps;
-  const bool scaled = !kIsBf16 && (kIndexed || args.x_dtype != kF16);
-  int position[kColumnsPerThread];
-  uint32_t largest = 0;
-#pragma unroll
-  for (int s = 0; s < kColumnsPerThread; ++s) {
-    const bool active = column_piece::DescriptorChunks(descriptor[s]) != 0 && !(fabsf(x[s]) <= args.threshold);
-    const uint32_t ballot = __ballot_sync(~0u, active);
-    position[s] = active ? __popc(ballot & ((1u << lane) - 1)) : -1;
-    if (lane == 0) scratch[s * kWarps + warp] = static_cast<uint32_t>(__popc(ballot));
-    if (scaled && active) largest = max(largest, __float_as_uint(fabsf(x[s])));
-  }
-  if (scaled) {
-    largest = __reduce_max_sync(~0u, largest);
-    if (lane == 0) scratch[kCounts + 1 + warp] = largest;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    constexpr int kEach = (kCounts + 31) / 32;  // counts a lane adds up
-    uint32_t count[kEach];
-    uint32_t inclusive = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int at = lane * kEach + i;
-      count[i] = at < kCounts ? scratch[at] : 0u;
-      inclusive += count[i];
-    }
-    const uint32_t own = inclusive;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      const uint32_t other = __shfl_up_sync(~0u, inclusive, o);
-      if (lane >= o) inclusive += other;
-    }
-    uint32_t before = inclusive - own;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int at = lane * kEach + i;
-      if (at < kCounts) scratch[at] = before;
-      before += count[i];
-    }
-    if (lane == 31) scratch[kCounts] = inclusive;
-  }
-  __syncthreads();
-  *exponent = 0;
-  if (scaled) {
-    largest = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) largest = max(largest, scratch[kCounts + 1 + w]);
-    const int top = static_cast<int>(largest >> 23);  // biased exponent; bring it to 2^14
-    if (top > 0 && top < 255) *exponent = top - 127 - 14;
-  }
-#pragma unroll
-  for (int s = 0; s < kColumnsPerThread; ++s) {
-    if (position[s] < 0) continue;
-    const float value = scaled ? ldexpf(x[s], -*exponent) : x[s];
-    list[scratch[s * kWarps + warp] + static_cast<uint32_t>(position[s])] = {descriptor[s],
-                                                                             SplitActivation<kIsBf16>(value)};
-  }
-  const int count = static_cast<int>(scratch[kCounts]);
-  __syncthreads();
-  return count;
-}
-
-// kPairs: 16-byte rows of a piece a lane may have to load, from the layer's longest piece.
-template <bool kIsBf16, int kPairs, bool kIndexed, int kColumnsPerThread>
+// kRows: rows of eight places a stream that a piece may have, from the layer's longest piece.
+template <bool kIsBf16, int kRows, bool kIndexed, int kColumnsPerThread>
 __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_constant__ SpmspvArgs args) {
-  constexpr int kStageWords = kPairs * 8 + 5;  // E[] of one lane
-  constexpr int kStageBytes = kStageWords * 128;
-  constexpr int kUnionBytes = kWarps * (kStageBytes > kBlockRows * 4 ? kStageBytes : kBlockRows * 4);
-  extern __shared__ __align__(16) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint32_t scratch[kColumnsPerThread * kWarps + 1 + kWarps];
   __shared__ bool is_last;
-  Active* const list = reinterpret_cast<Active*>(shared + kUnionBytes);
 
   const int lane = static_cast<int>(threadIdx.x & 31);
   const int warp = static_cast<int>(threadIdx.x >> 5);
-  const int g = lane >> 2;  // decoding: stream
-  const int t = lane & 3;   //           column of the group
-  const int load_column = lane >> 3;
-  const int load_stream = lane & 7;
+  const int g = lane >> 2;  // stream
+  const int t = lane & 3;   // column of the group
   const uint32_t longer = static_cast<uint32_t>(args.longer_blocks * args.splits[0].count);
   const bool is_longer = blockIdx.x < longer;
   const SplitsArgs& splits = args.splits[is_longer ? 0 : 1];
@@ -355,8 +175,8 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
   const uint32_t quotient = splits.count == 1 ? index : __umulhi(index, splits.reciprocal);
   const int split = static_cast<int>(index - quotient * static_cast<uint32_t>(splits.count));
   const int block = static_cast<int>(quotient) + (is_longer ? 0 : args.longer_blocks);
-  const int first = min(split * splits.columns, args.k);
-  const int last = min(first + splits.columns, args.k);
+  const int first = min(split * splits.columns, args.x.k);
+  const int last = min(first + splits.columns, args.x.k);
   int of = 0;
   while (of + 1 < args.layers && block >= args.layer[of + 1].first_block) ++of;
   const SpmspvLayer& layer = args.layer[of];
@@ -364,106 +184,150 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
   const uint64_t first_unit = __ldg(layer.block_units + layer_block);  // not used before the list is there
   TriggerDependents();  // the grid is one wave: what follows takes the places of blocks that are done
 
+  // Shared memory: E[] of every lane, behind it the list.
+  const uint32_t stage_bytes = static_cast<uint32_t>(args.stage_words * 128);
+  const uint32_t stage =
+      SharedAddress(shared) + static_cast<uint32_t>(warp) * stage_bytes + 128;  // E[-1] is never used
+  const bool wide = kIndexed || args.x.dtype != (kIsBf16 ? kBf16 : kF16);
+  Active* const list = reinterpret_cast<Active*>(shared + kWarps * stage_bytes);
+
   int exponent;
   const int active = BuildList<kIsBf16, kIndexed, kColumnsPerThread>(
-      args, layer.descriptors + static_cast<int64_t>(layer_block) * args.k, first, last, list, scratch, &exponent);
+      args.x, layer.descriptors + static_cast<int64_t>(layer_block) * args.x.k, first, last, list, scratch, &exponent);
   const uint8_t* const pieces = layer.pieces + first_unit * column_piece::kUnitBytes;
-  const uint32_t stage = SharedAddress(shared) + static_cast<uint32_t>(warp * kStageBytes);
-  const uint32_t read_base = stage + static_cast<uint32_t>(lane * 4);
-  const uint32_t write_base = stage + static_cast<uint32_t>((load_stream * 4 + load_column) * 4);
+  const uint32_t own = stage + static_cast<uint32_t>(lane * 4);
+  const int load_column = lane >> 3;  // loads: a quarter of a warp a column, coalesced
+  const int load_stream = lane & 7;
+  const uint32_t load_own = stage + static_cast<uint32_t>((load_stream * 4 + load_column) * 4);
+  // Where this lane's part of a piece begins, but for the piece's own place: bits, rows of eight places, row of four.
+  // Opaque, or nvcc adds their parts up again for every load.
+  const uint8_t* bits_of = pieces + g * 8;
+  const uint8_t* eights_of = pieces + column_piece::kBitmapBytes + load_stream * 16;
+  const uint8_t* fours_of = pieces + column_piece::kBitmapBytes + load_stream * 8;
+  asm("" : "+l"(bits_of), "+l"(eights_of), "+l"(fours_of));
+  uint32_t load_entry = SharedAddress(list + kColumnsAtOnce * warp + load_column);
+  uint32_t entry = SharedAddress(list + kColumnsAtOnce * warp + t);
+  // B[.][n]: rows n = 0..3 take x, 4..7 what its rounding lost, as byte permutes of SplitActivation.
+  const uint32_t x_bytes = g < 4 ? 0x10u : 0x32u;
+  const uint32_t select0 = (g & 3) == 0 ? 0x4400u | x_bytes : (g & 3) == 1 ? 0x44u | x_bytes << 8 : 0x4444u;
+  const uint32_t select1 = (g & 3) == 2 ? 0x4400u | x_bytes : (g & 3) == 3 ? 0x44u | x_bytes << 8 : 0x4444u;
   float sum[kMmas][4] = {};
-  Group<kPairs> group = {};  // being fetched
+  Group<kRows> group = {};  // on its way
 
-  const auto fetch = [&](Group<kPairs>& to, int at) {
+  // The warp's next group.
+  const auto fetch = [&](Group<kRows>& to) {
+    const auto address = [](const uint8_t* base, uint32_t unit) {
+      return base + static_cast<uint64_t>(unit) * column_piece::kUnitBytes;
+    };
     {
-      const int entry = at + load_column;
-      const uint32_t descriptor = entry < active ? list[entry].descriptor : 0u;
-      const int chunks = column_piece::DescriptorChunks(descriptor);
-      to.pairs = chunks >> 1;
-      const uint8_t* p = pieces +
-                         static_cast<uint64_t>(column_piece::DescriptorOffset(descriptor)) * column_piece::kUnitBytes +
-                         column_piece::kBitmapBytes;
+      const uint32_t piece = LoadShared32(load_entry);
+      const uint32_t unit = column_piece::PieceUnit(piece);
+      to.load_units = static_cast<uint32_t>(column_piece::PlaceUnits(piece));
+      const uint8_t* const eights = address(eights_of, unit);
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) LoadPiece128(to.pair[i], p + i * 128 + load_stream * 16, i < to.pairs);
-      LoadPiece64(to.tail, p + to.pairs * 128 + load_stream * 8, (chunks & 1) != 0);
+      for (int i = 0; i < kRows; ++i) {
+        LoadPiece128(to.row[i], eights + i * 128, to.load_units > static_cast<uint32_t>(2 * i + 1));
+      }
+      LoadPiece64(to.fours, address(fours_of, unit + (to.load_units & ~1u)), (to.load_units & 1) != 0);
     }
     {
-      const int entry = at + t;
-      const Active column = entry < active ? list[entry] : Active{0, 0};
-      to.x = column.x;
+      const uint4 column = LoadShared128(entry);
+      to.units = static_cast<uint32_t>(column_piece::PlaceUnits(column.x));
+      to.lender = (column.y >> (3 * g) & 0x1cu) | static_cast<uint32_t>(t);
+      to.x = column.z;
       to.bits = make_uint2(0, 0);
-      LoadPiece64(
-          to.bits,
-          pieces + static_cast<uint64_t>(column_piece::DescriptorOffset(column.descriptor)) * column_piece::kUnitBytes +
-              g * 8,
-          entry < active);
+      LoadPiece64(to.bits, address(bits_of, column_piece::PieceUnit(column.x)), to.units != 0);
     }
+    load_entry += kColumnsAtOnce * kWarps * sizeof(Active);
+    entry += kColumnsAtOnce * kWarps * sizeof(Active);
   };
 
-  const auto consume = [&](Group<kPairs>& from, int at) {
-    const uint2 now = from.bits;
-    // Rows n = 0..3 of B take x, 4..7 what its rounding lost.
-    const uint32_t half = g < 4 ? from.x & 0xffffu : from.x >> 16;
-    const uint32_t b0 = (g & 3) == 0 ? half : (g & 3) == 1 ? half << 16 : 0u;
-    const uint32_t b1 = (g & 3) == 2 ? half : (g & 3) == 3 ? half << 16 : 0u;
-    const int most = __reduce_max_sync(~0u, from.pairs);
-    uint32_t previous = 0;
-    uint32_t before_tail = 0;
+  const auto consume = [&](Group<kRows>& from) {
+    const uint2 bits = from.bits;
+    const uint32_t b0 = Permute(from.x, 0u, select0);
+    const uint32_t b1 = Permute(from.x, 0u, select1);
+    const uint32_t most = __reduce_max_sync(~0u, from.load_units);
+    constexpr int kUsual = UsualRows(kRows);
     __syncwarp();
-    constexpr int kUsual = kPairs > 3 ? kPairs - 3 : kPairs;
+    // Staged as E[i] = (v[i-1], v[i]). Rows behind a column's own hold what was left in the registers, and are
+    // overwritten or never read.
+    uint32_t previous = 0;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (i < kUsual || most > i) {
-        const uint32_t to = write_base + static_cast<uint32_t>(i * 1024);
-        StoreShared32(to, __byte_perm(previous, from.pair[i].x, 0x5432));
-        StoreShared32(to + 128, from.pair[i].x);
-        StoreShared32(to + 256, __byte_perm(from.pair[i].x, from.pair[i].y, 0x5432));
-        StoreShared32(to + 384, from.pair[i].y);
-        StoreShared32(to + 512, __byte_perm(from.pair[i].y, from.pair[i].z, 0x5432));
-        StoreShared32(to + 640, from.pair[i].z);
-        StoreShared32(to + 768, __byte_perm(from.pair[i].z, from.pair[i].w, 0x5432));
-        StoreShared32(to + 896, from.pair[i].w);
-        previous = from.pair[i].w;
-        before_tail = i == from.pairs - 1 ? previous : before_tail;
+    for (int i = 0; i < kRows; ++i) {
+      if (i < kUsual || most > static_cast<uint32_t>(2 * i + 1)) {
+        const uint32_t to = load_own + static_cast<uint32_t>(i * 1024);
+        const uint4 v = from.row[i];
+        StoreShared32(to, __byte_perm(previous, v.x, 0x5432));
+        StoreShared32(to + 128, v.x);
+        StoreShared32(to + 256, __byte_perm(v.x, v.y, 0x5432));
+        StoreShared32(to + 384, v.y);
+        StoreShared32(to + 512, __byte_perm(v.y, v.z, 0x5432));
+        StoreShared32(to + 640, v.z);
+        StoreShared32(to + 768, __byte_perm(v.z, v.w, 0x5432));
+        StoreShared32(to + 896, v.w);
+        previous = v.w;
       }
     }
     {
-      const uint32_t to = write_base + static_cast<uint32_t>(from.pairs * 1024);
-      StoreShared32(to, __byte_perm(before_tail, from.tail.x, 0x5432));
-      StoreShared32(to + 128, from.tail.x);
-      StoreShared32(to + 256, __byte_perm(from.tail.x, from.tail.y, 0x5432));
-      StoreShared32(to + 384, from.tail.y);
-      StoreShared32(to + 512, from.tail.y >> 16);
+      const uint32_t to = load_own + from.load_units / 2 * 1024;
+      const uint32_t before = LoadShared32(to - 128);  // the last of the rows; no matter what if there is none
+      StoreShared32(to + 128, from.fours.x);
+      StoreShared32(to + 256, __byte_perm(from.fours.x, from.fours.y, 0x5432));
+      StoreShared32(to + 384, from.fours.y);
+      StoreShared32(to + 512, from.fours.y >> 16);
+      StoreShared32(to, __byte_perm(before, from.fours.x, 0x5432));
     }
+    const int length = __popc(bits.x) + __popc(bits.y);
+    const auto lent = static_cast<uint32_t>(__shfl_sync(~0u, length, static_cast<int>(from.lender)));
+    const uint32_t tail = stage + from.lender * 4 + lent * 128;
+    const uint32_t end = own + from.units * (column_piece::kUnitValues * 128);
     __syncwarp();
-    fetch(from, at + kColumnsAtOnce * kWarps);
-    uint32_t cursor = read_base;
+    fetch(from);
+    // A tail follows the stream's own values; lanes without one copy what is never read.
+    {
+      uint32_t borrowed[column_piece::kMaxBorrowed + 1];
+#pragma unroll
+      for (int i = 0; i <= column_piece::kMaxBorrowed; ++i) {
+        borrowed[i] = LoadShared32(tail + static_cast<uint32_t>(i * 128));
+      }
+      const uint32_t last = LoadShared32(end);
+      __syncwarp();
+      StoreShared32(end, __byte_perm(last, borrowed[0], 0x7610));
+#pragma unroll
+      for (int i = 1; i <= column_piece::kMaxBorrowed; ++i) {
+        StoreShared32(end + static_cast<uint32_t>(i * 128), borrowed[i]);
+      }
+    }
+    uint32_t cursor = own;
 #pragma unroll
     for (int i = 0; i < kMmas; ++i) {
       uint32_t a[4];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
+        // Four elements are bit j of the word's four bytes; at most bit 2 once the word is shifted.
         const int j = (2 * i + h) % 8;
-        const uint32_t word = i < 4 ? now.x : now.y;
-        const uint32_t signs = j == 7 ? word : word << (7 - j);
-        const uint32_t steps = signs & 0x80808080u;  // 128 bytes a nonzero
-        const uint32_t low = LoadShared32(__dp4a(steps, 0x00000001u, cursor));
-        const uint32_t high = LoadShared32(__dp4a(steps, 0x00010101u, cursor));
-        cursor = __dp4a(steps, 0x01010101u, cursor);
-        a[2 * h] = low & SignPermute(signs, 0x9988u);
-        a[2 * h + 1] = high & SignPermute(signs, 0xbbaau);
+        const uint32_t word = (i < 4 ? bits.x : bits.y) >> (j / 3 * 3);
+        const uint32_t ones = word & 0x01010101u << (j % 3);
+        const uint32_t row = 0x80u >> (j % 3);  // 128 bytes a nonzero
+        const uint32_t low = LoadShared32(__dp4a(ones, row, cursor));
+        const uint32_t high = LoadShared32(__dp4a(ones, row * 0x00010101u, cursor));
+        cursor = __dp4a(ones, row * 0x01010101u, cursor);
+        // Nibble k selects byte k of the pair if its element is there, else of zero.
+        const uint32_t select = ones * (0x11u << (2 - j % 3)) + 0x32103210u;
+        a[2 * h] = Permute(0u, low, select);
+        a[2 * h + 1] = Permute(0u, high, select >> 16);
       }
       MmaM16N8K16<kIsBf16>(sum[i], a, b0, b1);
     }
   };
 
-  fetch(group, kColumnsAtOnce * warp);
+  fetch(group);
 #pragma unroll 1
   for (int at = kColumnsAtOnce * warp; at < active; at += kColumnsAtOnce * kWarps) {
-    consume(group, at);
+    consume(group);
   }
   // What x lost, from lanes t = 2, 3 to t = 0, 1.
-  if (kIndexed || args.x_dtype != (kIsBf16 ? kBf16 : kF16)) {
+  if (wide) {
 #pragma unroll
     for (int i = 0; i < kMmas; ++i) {
 #pragma unroll
@@ -473,8 +337,7 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
       }
     }
   }
-  __syncthreads();  // the staging becomes
-  // the sums of the warps
+  __syncthreads();  // the stages become the sums of the warps
   float* const partial = reinterpret_cast<float*>(shared);
   if (t < 2) {
 #pragma unroll
@@ -633,30 +496,35 @@ __global__ void __launch_bounds__(kThreads, 2) ColumnPieceSpmspv(const __grid_co
 
 struct Choice {
   const void* kernel;
-  uint64_t stage_bytes;
+  int rows;
 };
 
 // `few_columns`: at most two a thread. The list's code is then short, and a kernel of a few microseconds runs it cold.
-template <bool kIsBf16, int kPairs, bool kIndexed>
+template <bool kIsBf16, int kRows, bool kIndexed>
 Choice Pick(bool few_columns) {
-  const void* kernel = few_columns ? reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, kIndexed, 2>)
-                                   : reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kPairs, kIndexed, 8>);
-  return {kernel, std::max<uint64_t>((kPairs * 8 + 5) * 128, kBlockRows * 4) * kWarps};
+  return {few_columns ? reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kRows, kIndexed, 2>)
+                      : reinterpret_cast<const void*>(&ColumnPieceSpmspv<kIsBf16, kRows, kIndexed, 8>),
+          kRows};
 }
 
 template <bool kIsBf16, bool kIndexed>
-Choice PickPairs(int max_chunks, bool few_columns) {
-  if (max_chunks <= 9) return Pick<kIsBf16, 4, kIndexed>(few_columns);
-  if (max_chunks <= 11) return Pick<kIsBf16, 5, kIndexed>(few_columns);
-  if (max_chunks <= 13) return Pick<kIsBf16, 6, kIndexed>(few_columns);
+Choice PickRows(int rows, bool few_columns) {
+  if (rows <= 3) return Pick<kIsBf16, 3, kIndexed>(few_columns);
+  if (rows <= 4) return Pick<kIsBf16, 4, kIndexed>(few_columns);
+  if (rows <= 5) return Pick<kIsBf16, 5, kIndexed>(few_columns);
+  if (rows <= 6) return Pick<kIsBf16, 6, kIndexed>(few_columns);
   return Pick<kIsBf16, 8, kIndexed>(few_columns);
 }
 
-Choice PickKernel(bool bf16, int max_chunks, bool indexed, bool few_columns) {
-  if (bf16) {
-    return indexed ? PickPairs<true, true>(max_chunks, few_columns) : PickPairs<true, false>(max_chunks, few_columns);
-  }
-  return indexed ? PickPairs<false, true>(max_chunks, few_columns) : PickPairs<false, false>(max_chunks, few_columns);
+Choice PickKernel(bool bf16, int rows, bool indexed, bool few_columns) {
+  if (bf16) return indexed ? PickRows<true, true>(rows, few_columns) : PickRows<true, false>(rows, few_columns);
+  return indexed ? PickRows<false, true>(rows, few_columns) : PickRows<false, false>(rows, few_columns);
+}
+
+// E[] of a lane: rows are written whether all streams have them or not, and tails as long as the longest allowed.
+int StageWords(int max_units, int kernel_rows) {
+  return 1 + std::max(8 * std::max(max_units / 2, UsualRows(kernel_rows)) + 5,
+                      max_units * column_piece::kUnitValues + column_piece::kMaxBorrowed + 1);
 }
 
 // How a launch cuts the columns: `longer_blocks` row blocks into `count` + 1 ranges, the others into `count`.
@@ -772,12 +640,13 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   const Splits splits = GroupSplits(layers, calls, count);
   SPMMD_CUDA_TRY(CheckGrid(splits, call));
   SpmspvArgs args = {};
-  args.x_indices = call.x_indices;
-  args.x_values = call.x_values;
-  args.x_nnz = static_cast<int32_t>(call.x_nnz);
-  args.x_dtype = call.x_dtype;
-  args.threshold = call.x_threshold;
-  args.k = static_cast<int32_t>(first.k);
+  args.x = {call.x,
+            call.x_indices,
+            call.x_values,
+            static_cast<int32_t>(call.x_nnz),
+            call.x_dtype,
+            call.x_threshold,
+            static_cast<int32_t>(first.k)};
   args.layers = count;
   args.splits[0] = splits.Args(splits.count + 1);
   args.splits[1] = splits.Args(splits.count);
@@ -787,23 +656,28 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   args.counters = static_cast<uint32_t*>(call.workspace);
   args.slab = reinterpret_cast<float*>(static_cast<uint8_t*>(call.workspace) +
                                        (args.meeting == Meeting::kPolled ? 0 : kCounterBytes));
-  int max_chunks = 0;
+  int max_units = 0;
   int64_t first_block = 0;
   for (int i = 0; i < count; ++i) {
     const spmmd_cuda_layer& layer = *layers[i];
-    args.layer[i] = {layer.SectionData(column_piece::kPieceSection),
-                     reinterpret_cast<const uint32_t*>(layer.SectionData(column_piece::kDescriptorSection)),
-                     reinterpret_cast<const uint64_t*>(layer.SectionData(column_piece::kBlockSection)),
-                     MakeEpilogue(calls[i]),
-                     static_cast<int32_t>(layer.m),
-                     static_cast<int32_t>(first_block)};
+    args.layer[i] = {
+        layer.SectionData(column_piece::kPieceSection),
+        reinterpret_cast<const column_piece::Descriptor*>(layer.SectionData(column_piece::kDescriptorSection)),
+        reinterpret_cast<const uint64_t*>(layer.SectionData(column_piece::kBlockSection)),
+        MakeEpilogue(calls[i]),
+        static_cast<int32_t>(layer.m),
+        static_cast<int32_t>(first_block)};
     first_block += CeilDiv(layer.m, kBlockRows);
-    max_chunks = std::max(max_chunks, static_cast<int>(layer.params[column_piece::kParamMaxChunks]));
+    max_units = std::max(max_units, static_cast<int>(layer.params[column_piece::kParamMaxUnits]));
   }
 
-  const Choice choice = PickKernel(first.dtype == kBf16, max_chunks, indexed, splits.most_columns() <= 2 * kThreads);
+  const Choice choice = PickKernel(first.dtype == kBf16, max_units / 2, indexed, splits.most_columns() <= 2 * kThreads);
+  args.list_columns = static_cast<int32_t>(std::min<int64_t>(splits.most_columns(), kMaxSplitColumns)) +
+                      column_piece_kernel::kListPadding;
+  args.stage_words = StageWords(max_units, choice.rows);
+  constexpr uint64_t kSumBytes = uint64_t{2} * kWarps * kBlockRows * 4;
   const uint64_t shared =
-      choice.stage_bytes + static_cast<uint64_t>(std::min<int64_t>(splits.most_columns(), kMaxSplitColumns)) * 8;
+      std::max(kSumBytes, static_cast<uint64_t>(kWarps * args.stage_words * 128 + args.list_columns * sizeof(Active)));
   {
     // The limit of dynamic shared memory, raised once a kernel and device.
     static std::mutex mutex;
@@ -812,7 +686,7 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
     bool& done = raised[{choice.kernel, first.device->index}];
     if (!done) {
       SPMMD_CUDA_CHECK(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(choice.stage_bytes) + kMaxSplitColumns * 8));
+                                            static_cast<int>(first.device->max_shared_bytes) - 1024));
       done = true;
     }
   }
@@ -828,8 +702,8 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
   for (int64_t token = 0; token < call.n; ++token) {
     if (!indexed) {
-      args.x = static_cast<const uint8_t*>(call.x) +
-               static_cast<uint64_t>(token * call.x_stride) * ElementSize(call.x_dtype);
+      args.x.x = static_cast<const uint8_t*>(call.x) +
+                 static_cast<uint64_t>(token * call.x_stride) * ElementSize(call.x_dtype);
     }
     for (int i = 0; i < count; ++i) {
       args.layer[i].epilogue.y = static_cast<uint8_t*>(calls[i].y) +
@@ -869,7 +743,7 @@ Status ValidateColumnPiece(const LayerDesc& desc) {
     if (!column_piece::DecodeBlock(view, block, &count, [](int64_t, int64_t, uint16_t) {})) ok = false;
     nnz += count;
   });
-  if (!ok) return DataLoss("COLUMN_PIECE: a piece is out of place or has too many bits");
+  if (!ok) return DataLoss("COLUMN_PIECE: a piece or a tail is out of place, or has too many bits");
   if (nnz != view.nnz) return DataLoss("COLUMN_PIECE: the number of nonzeros differs from the header's");
   return {};
 }

@@ -66,9 +66,9 @@ std::array<uint8_t, kTaskColumns> CountStream(StreamRows rows) {
 struct StreamColumns {
   std::array<std::array<uint16_t, kStreamRows + 1>, kTaskColumns> values{};
   std::array<std::array<uint32_t, kTaskColumns>, 2> bits{};
+  std::array<uint8_t, kTaskColumns> counts{};
 
   explicit StreamColumns(StreamRows rows) {
-    std::array<uint8_t, kTaskColumns> counts{};
     for (int d = 0; d < kStreamRows; ++d) {
       const uint16_t* const row = rows.row(d);
       std::array<uint32_t, kTaskColumns>& word = bits[static_cast<size_t>(d / 32)];
@@ -82,6 +82,48 @@ struct StreamColumns {
     }
   }
 };
+
+// How a piece lays out streams of these lengths: the fewest units for which every stream that is longer than its places
+// finds a lender of its own.
+struct Places {
+  int units = 0;
+  uint32_t lenders = kNoTails;
+};
+
+Places ChoosePlaces(const std::array<uint8_t, kStreams>& length) {
+  int total = 0;
+  int longest = 0;
+  for (const uint8_t n : length) {
+    total += n;
+    longest = std::max<int>(longest, n);
+  }
+  if (total == 0) return {};
+  constexpr int kEach = kStreams * kUnitValues;
+  // By length, longest first: the i-th longest borrows from the i-th shortest, which is the best that can be done.
+  std::array<uint8_t, kStreams> order;
+  for (size_t i = 0; i < kStreams; ++i) {
+    size_t at = i;
+    for (; at > 0 && length[order[at - 1]] < length[i]; --at) order[at] = order[at - 1];
+    order[at] = static_cast<uint8_t>(i);
+  }
+  int units = std::max((total + kEach - 1) / kEach, (longest - kMaxBorrowed + kUnitValues - 1) / kUnitValues);
+  for (;; ++units) {
+    const int places = units * kUnitValues;
+    uint32_t lenders = kNoTails;
+    bool fits = true;
+    for (size_t i = 0; i < kStreams; ++i) {
+      const size_t borrower = order[i];
+      if (length[borrower] <= places) break;
+      const size_t lender = order[kStreams - 1 - i];
+      if (length[lender] + (length[borrower] - places) > places) {
+        fits = false;
+        break;
+      }
+      lenders ^= static_cast<uint32_t>(borrower ^ lender) << (3 * borrower);
+    }
+    if (fits) return {units, lenders};
+  }
+}
 
 absl::Status Corrupt(const char* what) { return absl::DataLossError(absl::StrCat("COLUMN_PIECE: ", what)); }
 
@@ -103,7 +145,8 @@ absl::StatusOr<View> OpenView(const PackedLayer& layer) {
   return view;
 }
 
-constexpr const char* kBadPiece = "section descriptors or pieces: a piece is out of place or has too many bits";
+constexpr const char* kBadPiece =
+    "section descriptors or pieces: a piece or a tail is out of place, or has too many bits";
 
 }  // namespace
 
@@ -120,42 +163,44 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
     const int64_t first = i % column_tasks * kTaskColumns;
     return Task{i / column_tasks, first, std::min(kTaskColumns, w.cols - first)};
   };
-  SPMMD_ASSIGN_OR_RETURN(Buffer descriptors, Buffer::Allocate(static_cast<size_t>(blocks * w.cols) * 4));
+  SPMMD_ASSIGN_OR_RETURN(Buffer descriptors,
+                         Buffer::Allocate(static_cast<size_t>(blocks * w.cols) * sizeof(Descriptor)));
   SPMMD_ASSIGN_OR_RETURN(Buffer block_units, Buffer::Allocate(static_cast<size_t>(blocks + 1) * 8));
-  auto* const descriptor = descriptors.MutableAs<uint32_t>().data();
+  auto* const descriptor = descriptors.MutableAs<Descriptor>().data();
   auto* const block_unit = block_units.MutableAs<uint64_t>().data();
   ThreadPool& pool = DefaultThreadPool();
 
-  // Chunks of every piece, then where each begins.
+  // Units and lenders of every piece, then where each begins.
   std::atomic<int64_t> nnz{0};
   pool.ParallelFor(blocks * column_tasks, [&](int64_t i, int) {
     const Task task = task_at(i);
-    std::array<uint8_t, kTaskColumns> longest{};
-    int64_t total = 0;
+    std::array<std::array<uint8_t, kTaskColumns>, kStreams> counts;
     for (int stream = 0; stream < kStreams; ++stream) {
-      const std::array<uint8_t, kTaskColumns> counts = CountStream({w, task, stream});
-      for (size_t c = 0; c < kTaskColumns; ++c) {
-        longest[c] = std::max(longest[c], counts[c]);
-        total += counts[c];
-      }
+      counts[static_cast<size_t>(stream)] = CountStream({w, task, stream});
     }
+    int64_t total = 0;
     for (int64_t c = 0; c < task.columns; ++c) {
-      descriptor[task.block * w.cols + task.first_column + c] =
-          (longest[static_cast<size_t>(c)] + kChunkValues - 1) / kChunkValues;
+      std::array<uint8_t, kStreams> length;
+      for (size_t stream = 0; stream < kStreams; ++stream) {
+        length[stream] = counts[stream][static_cast<size_t>(c)];
+        total += length[stream];
+      }
+      const Places places = ChoosePlaces(length);
+      descriptor[task.block * w.cols + task.first_column + c] = {static_cast<uint32_t>(places.units), places.lenders};
     }
     nnz += total;
   });
-  int max_chunks = 0;
+  int max_units = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     uint64_t unit = 0;
     for (int64_t c = 0; c < w.cols; ++c) {
-      uint32_t& entry = descriptor[b * w.cols + c];
-      const int chunks = static_cast<int>(entry);
-      max_chunks = std::max(max_chunks, chunks);
-      entry = Descriptor(unit, chunks);
-      unit += PieceUnits(chunks);
+      uint32_t& entry = descriptor[b * w.cols + c].piece;
+      const int units = static_cast<int>(entry);
+      max_units = std::max(max_units, units);
+      entry = EncodePiece(unit, units);
+      unit += PieceUnits(units);
       if (unit >= kMaxBlockUnits) {
-        return absl::ResourceExhaustedError("COLUMN_PIECE: a block of 512 rows needs 4 GiB or more");
+        return absl::ResourceExhaustedError("COLUMN_PIECE: a block of 512 rows needs 8 GiB or more");
       }
     }
     block_unit[b + 1] = block_unit[b] + unit;
@@ -168,29 +213,47 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   pool.ParallelFor(blocks * column_tasks, [&](int64_t i, int) {
     const Task task = task_at(i);
     std::array<std::byte*, kTaskColumns> piece;
-    std::array<int, kTaskColumns> chunks;
     int64_t used = 0;
+    const Descriptor* const own = descriptor + task.block * w.cols + task.first_column;
     for (int64_t c = 0; c < task.columns; ++c) {
-      const uint32_t entry = descriptor[task.block * w.cols + task.first_column + c];
-      chunks[static_cast<size_t>(c)] = DescriptorChunks(entry);
-      piece[static_cast<size_t>(c)] = data + (block_unit[task.block] + DescriptorOffset(entry)) * kUnitBytes;
-      used += chunks[static_cast<size_t>(c)] > 0 ? 1 : 0;
+      piece[static_cast<size_t>(c)] = data + (block_unit[task.block] + PieceUnit(own[c].piece)) * kUnitBytes;
+      used += PlaceUnits(own[c].piece) > 0 ? 1 : 0;
     }
+    // What does not fit a stream's own places waits here until all lengths are known.
+    std::array<std::array<uint8_t, kStreams>, kTaskColumns> length;
+    std::array<std::array<std::array<uint16_t, kMaxBorrowed>, kStreams>, kTaskColumns> tail;
     for (int stream = 0; stream < kStreams; ++stream) {
       const StreamColumns columns({w, task, stream});
       for (size_t c = 0; c < static_cast<size_t>(task.columns); ++c) {
-        if (chunks[c] == 0) continue;
+        const int units = PlaceUnits(own[c].piece);
+        if (units == 0) continue;
         for (size_t word = 0; word < 2; ++word) {
           std::memcpy(piece[c] + stream * kBitmapBytes / kStreams + 4 * word, &columns.bits[word][c], 4);
         }
-        // Neighbours in a stream lie side by side within two chunks, or within an odd last one.
         const uint16_t* const from = columns.values[c].data();
-        int i = 0;
-        for (; i + 2 * kChunkValues <= chunks[c] * kChunkValues; i += 2 * kChunkValues) {
-          std::memcpy(piece[c] + ValueOffset(stream, i, chunks[c]), from + i, size_t{4} * kChunkValues);
+        int place = 0;
+        for (; place < units / 2 * 8; place += 8) {
+          std::memcpy(piece[c] + PlaceOffset(stream, place, units), from + place, 16);
         }
-        if (i < chunks[c] * kChunkValues) {
-          std::memcpy(piece[c] + ValueOffset(stream, i, chunks[c]), from + i, size_t{2} * kChunkValues);
+        if (units % 2 != 0) {
+          std::memcpy(piece[c] + PlaceOffset(stream, place, units), from + place, 8);
+          place += kUnitValues;
+        }
+        const uint8_t values = columns.counts[c];
+        length[c][static_cast<size_t>(stream)] = values;
+        for (int at = place; at < values; ++at)
+          tail[c][static_cast<size_t>(stream)][static_cast<size_t>(at - place)] = from[at];
+      }
+    }
+    for (size_t c = 0; c < static_cast<size_t>(task.columns); ++c) {
+      if (own[c].lenders == kNoTails) continue;
+      const int units = PlaceUnits(own[c].piece);
+      for (int stream = 0; stream < kStreams; ++stream) {
+        const int borrowed = length[c][static_cast<size_t>(stream)] - units * kUnitValues;
+        const int lender = Lender(own[c].lenders, stream);
+        for (int at = 0; at < borrowed; ++at) {
+          std::memcpy(piece[c] + PlaceOffset(lender, length[c][static_cast<size_t>(lender)] + at, units),
+                      &tail[c][static_cast<size_t>(stream)][static_cast<size_t>(at)], 2);
         }
       }
     }
@@ -204,7 +267,7 @@ absl::StatusOr<PackedLayer> Pack(const DenseView& w, const PackOptions& options)
   layer.m = w.rows;
   layer.k = w.cols;
   layer.nnz = nnz;
-  layer.params[kParamMaxChunks] = max_chunks;
+  layer.params[kParamMaxUnits] = max_units;
   // The bitmaps are metadata inside the section of values; what is neither a bitmap nor a nonzero is padding.
   const size_t padding = piece_bytes - static_cast<size_t>(used_pieces) * kBitmapBytes - static_cast<size_t>(nnz) * 2;
   layer.sections.push_back({kPieceSection, SectionClass::kValues, padding, std::move(pieces)});

@@ -16,6 +16,9 @@
 
 namespace spmmd::gpu_test {
 
+// Set for tools that slow a kernel down a hundredfold (compute-sanitizer): the same code paths, fewer repetitions.
+inline bool FewCases() { return std::getenv("SPMMD_TEST_FEW_CASES") != nullptr; }
+
 // The process's library and device 0; `why` says what is missing when there is none.
 struct Gpu {
   std::shared_ptr<const CudaLibrary> cuda;

@@ -79,7 +79,78 @@ TEST(ColumnPiece, EmptyColumnsTakeNoPieces) {
   reinterpret_cast<uint16_t*>(w.mutable_view().row(3))[7] = 0x3c00;
   const PackedLayer packed = Pack(Format::kColumnPiece, w.view()).value();
   EXPECT_EQ(packed.FindSection(column_piece::kPieceSection)->data.size(),
-            static_cast<size_t>(column_piece::kBitmapBytes + column_piece::kChunkBytes));
+            static_cast<size_t>(column_piece::kBitmapBytes + column_piece::kUnitBytes));
+}
+
+// Rows of a 512-row column whose nonzeros are the first `lengths[g]` of stream g.
+DenseMatrix OfLengths(const std::vector<int>& lengths) {
+  DenseMatrix w = DenseMatrix::Create(DType::kF16, column_piece::kBlockRows, 1).value();
+  for (size_t g = 0; g < lengths.size(); ++g) {
+    for (int d = 0; d < lengths[g]; ++d) {
+      const int row = column_piece::Row(static_cast<int>(g), d);
+      *reinterpret_cast<uint16_t*>(w.mutable_view().row(row)) = static_cast<uint16_t>(0x3c00 + row);
+    }
+  }
+  return w;
+}
+
+TEST(ColumnPiece, LongStreamsBorrowPlacesOfShortOnes) {
+  struct Case {
+    std::vector<int> lengths;
+    int units;
+    uint32_t borrowers;  // one bit a stream
+  };
+  const std::vector<Case> cases = {
+      {{32, 32, 32, 32, 32, 32, 32, 32}, 8, 0},
+      {{36, 28, 32, 32, 32, 32, 32, 32}, 8, 1},           // 4 values of stream 0 behind the 28 of stream 1
+      {{37, 27, 30, 34, 32, 32, 29, 35}, 8, 0b10001001},  // three, each with a lender of its own
+      {{38, 26, 32, 32, 32, 32, 32, 32}, 9, 0b1},         // a tail of 6 is too long: a unit more, and 2 of it
+      {{34, 34, 34, 34, 34, 34, 26, 26}, 9, 0},           // four borrowers find no lender
+      {{64, 0, 0, 0, 0, 0, 0, 0}, 15, 0b1},
+      {{1, 0, 0, 0, 0, 0, 0, 0}, 1, 0},
+      {{64, 64, 64, 64, 64, 64, 64, 64}, 16, 0},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(testing::PrintToString(c.lengths));
+    const DenseMatrix w = OfLengths(c.lengths);
+    const PackedLayer packed = Pack(Format::kColumnPiece, w.view()).value();
+    ASSERT_TRUE(Validate(packed).ok()) << Validate(packed);
+    EXPECT_EQ(packed.sections[0].data.size(), static_cast<size_t>(64 + 64 * c.units));
+    column_piece::Descriptor descriptor;
+    std::memcpy(&descriptor, packed.FindSection(column_piece::kDescriptorSection)->data.data(), sizeof(descriptor));
+    uint32_t borrowers = 0;
+    for (int g = 0; g < column_piece::kStreams; ++g) {
+      borrowers |= column_piece::Lender(descriptor.lenders, g) != g ? 1u << g : 0u;
+    }
+    EXPECT_EQ(borrowers, c.borrowers);
+    ExpectSame(w.view(), Unpack(packed).value().view());
+  }
+}
+
+TEST(ColumnPiece, PiecesAreNearTheSizeOfTheirValues) {
+  const DenseMatrix w = Draw(4096, 64, 0.5, DType::kF16, 11);
+  const PackedLayer packed = Pack(Format::kColumnPiece, w.view()).value();
+  const double share = static_cast<double>(packed.bytes().total()) / static_cast<double>(w.bytes());
+  EXPECT_LT(share, 0.63);  // 0.567 without any padding, 0.674 when padded to the longest stream
+}
+
+TEST(ColumnPiece, ValidateChecksLenders) {
+  const auto with_lenders = [](uint32_t lenders) {
+    PackedLayer packed = Pack(Format::kColumnPiece, OfLengths({36, 35, 27, 26, 32, 32, 32, 32}).view()).value();
+    Section& section = packed.sections[1];
+    const column_piece::Descriptor was = *reinterpret_cast<const column_piece::Descriptor*>(section.data.data());
+    const column_piece::Descriptor now = {was.piece, lenders == 0 ? was.lenders : lenders};
+    std::memcpy(section.data.mutable_data(), &now, sizeof(now));
+    return Validate(packed).code();
+  };
+  const auto lenders = [](uint32_t of0, uint32_t of1) { return (column_piece::kNoTails & ~63u) | of0 | of1 << 3; };
+  EXPECT_EQ(with_lenders(0), absl::StatusCode::kOk);
+  EXPECT_EQ(with_lenders(lenders(3, 2)), absl::StatusCode::kOk);
+  EXPECT_EQ(with_lenders(lenders(3, 3)), absl::StatusCode::kDataLoss);               // two tails in one place
+  EXPECT_EQ(with_lenders(lenders(0, 2)), absl::StatusCode::kDataLoss);               // its own lender, with a tail
+  EXPECT_EQ(with_lenders(lenders(4, 2)), absl::StatusCode::kDataLoss);               // no room there
+  EXPECT_EQ(with_lenders(lenders(3, 2) ^ (7u << 12)), absl::StatusCode::kDataLoss);  // a lender without a tail
+  EXPECT_EQ(with_lenders(lenders(3, 2) | 1u << 24), absl::StatusCode::kDataLoss);    // bits beyond the streams
 }
 
 TEST(ColumnPiece, RefusesWhatItCannotStore) {
@@ -129,7 +200,7 @@ TEST(ColumnPiece, ValidateCatchesDamage) {
     EXPECT_EQ(Validate(cut).code(), absl::StatusCode::kDataLoss);
   }
   PackedLayer odd = copy();
-  odd.params[column_piece::kParamMaxChunks] = 17;
+  odd.params[column_piece::kParamMaxUnits] = column_piece::kMaxUnits + 1;
   EXPECT_EQ(Validate(odd).code(), absl::StatusCode::kDataLoss);
   odd = copy();
   odd.nnz -= 1;
