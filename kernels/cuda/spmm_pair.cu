@@ -1,4 +1,4 @@
-// SpMM for small matrices and few tokens (N <= 32): BITMAP_GPU weights, mma.sync, no reduction through global memory.
+// SpMM for small matrices and few tokens (N <= 16): BITMAP_GPU weights, mma.sync, no reduction through global memory.
 //
 // Work. A pair of CTAs (a cluster, one CTA an SM) owns some row blocks (16 rows each) over the whole of K; each of the
 // two takes one half of K, whose part of X stays in shared memory. A CTA's chunks, row block by row block, are dealt
@@ -105,10 +105,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
   const int units = rows * kTiles;
   const int own_units = (units + 1 - rank) / 2;
   const uint32_t sums_full = SharedAddress(&shared.sums_full);
-  if (threadIdx.x == 0) {
-    BarrierInit(sums_full, 1);
-    BarrierArriveExpect(sums_full, static_cast<uint32_t>(own_units * 512));
-  }
+  if (threadIdx.x == 0) BarrierInit(sums_full, 1);
   BarrierInitFence();
   __syncwarp();
   // Every warp's first chunk is asked for before any warp's second.
@@ -140,6 +137,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
   ClusterArrive();  // this CTA runs, its shared memory may be written to
   TriggerDependents();
   __syncthreads();
+  if (threadIdx.x == 0) BarrierArriveExpect(sums_full, static_cast<uint32_t>(own_units * 512));
   if (lane > 0 && lane < first) fetch_mine();
   __syncwarp();
   offsets.Skip(first);
@@ -259,9 +257,7 @@ using PairKernel = void (*)(CUtensorMap, PairParams);
 
 template <bool kIsBf16, int kChunkCols>
 PairKernel KernelForTokens(int tokens) {
-  return tokens == 8    ? SpmmPair<kIsBf16, 1, kChunkCols>
-         : tokens == 16 ? SpmmPair<kIsBf16, 2, kChunkCols>
-                        : SpmmPair<kIsBf16, 4, kChunkCols>;
+  return tokens == 8 ? SpmmPair<kIsBf16, 1, kChunkCols> : SpmmPair<kIsBf16, 2, kChunkCols>;
 }
 
 PairKernel FindKernel(bool is_bf16, int tokens, int chunk_cols) {
@@ -269,9 +265,9 @@ PairKernel FindKernel(bool is_bf16, int tokens, int chunk_cols) {
   return chunk_cols == 256 ? KernelForTokens<false, 256>(tokens) : KernelForTokens<false, 128>(tokens);
 }
 
-constexpr int64_t kMaxTokens = 32;
+constexpr int64_t kMaxTokens = 16;
 
-int PaddedTokens(int64_t tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : 32; }
+int PaddedTokens(int64_t tokens) { return tokens <= 8 ? 8 : 16; }
 
 int ChunkCols(const spmmd_cuda_layer &layer) { return static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]); }
 
@@ -281,11 +277,11 @@ pair::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call) {
   return pair::MakePlan(layer.device->multiprocessors, static_cast<int64_t>(layer.device->max_shared_bytes) - kStatic,
                         CeilDiv(layer.m, 16), CeilDiv(layer.k, ChunkCols(layer)), PaddedTokens(call.n),
                         ChunkCols(layer), layer.params[bitmap_gpu::kParamMaxChunkBytes],
-                        variant == 0 ? 2 : variant + 1);
+                        variant == 0 ? 2 : std::min(variant + 1, kMaxStages));
 }
 
 Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
-  if (call.n > kMaxTokens) return Unimplemented("spmm_pair: more than 32 tokens");
+  if (call.n > kMaxTokens) return Unimplemented("spmm_pair: more than 16 tokens");
   if (PlanFor(layer, call).pairs == 0) return Unimplemented("spmm_pair: the matrix is too large");
   return {};
 }
@@ -328,7 +324,7 @@ Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stre
   return {};
 }
 
-// Measured on an H200: faster than spmm_tile wherever the pairs fill the device.
+// Measured on an H200: faster than the others wherever the pairs fill the device.
 bool Preferred(const spmmd_cuda_layer &layer, const Call &call) {
   return call.n <= kMaxTokens && PlanFor(layer, call).pairs * 8 >= layer.device->multiprocessors * 3;
 }

@@ -29,6 +29,7 @@
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/spmm_stream.h"
+#include "kernels/cuda/spmm_tile.h"
 #include "kernels/cuda/stream_schedule.h"
 #include "kernels/format/bitmap_gpu_layout.h"
 
@@ -42,6 +43,10 @@ using stream::kMaxStages;
 using stream::kMaxWarps;
 
 constexpr int kDynamicAlignment = 1024;
+// Named barriers: one at which the warps that multiply wait for the barriers of the X rings to be made, then one for
+// each row of warps.
+constexpr int kStartBarrier = 0;
+constexpr int kRowBarrier = 1;
 
 struct StreamParams {
   stream::Plan plan;
@@ -125,21 +130,19 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
       BarrierInit(x_full + lane * 8, 1);
       BarrierInit(x_empty + lane * 8, static_cast<uint32_t>(height));
     }
-    // Unit u = row * kTiles + token tile of a round is stored by rank u % 2.
-    if (lane < plan.rounds) {
-      const int units = max(0, min(height, rows - lane * height)) * kTiles;
-      const uint32_t sums_full = SharedAddress(shared.sums_full + lane);
-      BarrierInit(sums_full, 1);
-      BarrierArriveExpect(sums_full, static_cast<uint32_t>((units + 1 - rank) / 2 * 512));
-    }
+    if (lane < plan.rounds) BarrierInit(SharedAddress(shared.sums_full + lane), 1);
     BarrierInitFence();
     __syncwarp();
   }
   ClusterArrive();  // this CTA runs, its shared memory may be written to
   TriggerDependents();
-  __syncthreads();
-
   if (warp >= warps) {
+    NamedArrive(kStartBarrier, (warps + 1) * 32);
+    // Unit u = row * kTiles + token tile of a round is stored by rank u % 2.
+    if (lane < plan.rounds) {
+      const int units = max(0, min(height, rows - lane * height)) * kTiles;
+      BarrierArriveExpect(SharedAddress(shared.sums_full + lane), static_cast<uint32_t>((units + 1 - rank) / 2 * 512));
+    }
     // Lane l feeds the ring of place l.
     if (lane < depth) {
       WaitForPrerequisites();
@@ -171,8 +174,10 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
     return;
   }
 
+  NamedBarrier(kStartBarrier, (warps + 1) * 32);
   if (lane > 0 && lane < first) fetch_mine();
   __syncwarp();
+  ClusterWait();  // before more loads are under way, for all of which it would wait
   offsets.Skip(first);
 
   const uint32_t ring_full = x_full + static_cast<uint32_t>(place * slots * 8);
@@ -247,7 +252,7 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
     // Along K.
     if (depth > 1) {
       float4 *const sums = reinterpret_cast<float4 *>(dynamic + exchange) + lane;
-      if (round > 0) NamedBarrier(1 + row, depth * 32);  // the sums of the round before have been read
+      if (round > 0) NamedBarrier(kRowBarrier + row, depth * 32);  // the sums of the round before have been read
       if (place > 0) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
@@ -255,7 +260,7 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
               make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
         }
       }
-      NamedBarrier(1 + row, depth * 32);
+      NamedBarrier(kRowBarrier + row, depth * 32);
       if (place > 0) continue;
 #pragma unroll 1
       for (int from = 0; from < depth - 1; ++from) {
@@ -269,7 +274,6 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
         }
       }
     }
-    if (round == 0) ClusterWait();
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const float4 v = make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
@@ -283,7 +287,6 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
     }
   }
   if (place > 0 || share.rounds == 0) {
-    ClusterWait();
     return;
   }
 
@@ -371,7 +374,10 @@ Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stre
   SPMMD_CUDA_TRY(EncodeActivations(x.data, layer.k, call.n, x.stride, padded, layer.dtype == kBf16, &map));
 
   const StreamKernel kernel = FindKernel(layer.dtype == kBf16, padded, ChunkCols(layer));
-  const auto shared_bytes = static_cast<int>(stream::SharedBytes(p.plan, padded, ChunkCols(layer), p.stage_bytes));
+  // More than half of an SM's, so that a launch that was chained to this one does not decode on the same SMs: 24 us
+  // instead of 17 at 11008x4096, N = 8.
+  const auto shared_bytes = static_cast<int>(std::max<int64_t>(
+      stream::SharedBytes(p.plan, padded, ChunkCols(layer), p.stage_bytes), layer.device->max_shared_bytes / 2 + 2048));
   SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(p.plan.pairs * 2));
@@ -391,12 +397,14 @@ Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stre
   return {};
 }
 
-// Measured on an H200: faster than spmm_tile where the pairs fill the device and a warp's own reading of X is not the
-// limit; spmm_pair, which is asked first, is faster still.
+// Measured on an H200: faster than spmm_tile for up to 16 tokens where the pairs fill the device (beyond, it depends on
+// how the matrix is cut); spmm_pair, which is asked first, is faster still.
 bool Preferred(const spmmd_cuda_layer &layer, const Call &call) {
-  const int64_t most = int64_t{call.n <= 16 ? 512 : 76} << 20;
-  return call.n <= kMaxTokens && (call.n <= 8 || layer.m * layer.k < most) &&
-         PlanFor(layer, call).pairs * 8 >= layer.device->multiprocessors * 3;
+  if (call.n > kMaxTokens) return false;
+  const stream::Plan plan = PlanFor(layer, call);
+  if (plan.pairs * 8 < layer.device->multiprocessors * 3) return false;
+  if (call.n <= 16) return call.n <= 8 || layer.m * layer.k < int64_t{512} << 20;
+  return plan.us < EstimateSpmmTile(layer, call);
 }
 
 }  // namespace

@@ -1,24 +1,21 @@
-// SpMM for 9 to 64 tokens a launch: BITMAP_GPU weights decoded straight into
-// the register operand of wgmma, X by TMA.
+// SpMM for any number of tokens: BITMAP_GPU weights decoded straight into the register operand of wgmma, X by TMA.
 //
-// Work. A tile is `height` x 64 rows of W; a CTA (one an SM) has four
-// warpgroups that decode and multiply, `height` of them along M and 4 / height
-// along K, and a fifth that feeds X. A unit is one chunk a warp: a tile's rows
-// times 4 / height chunks of K. Tiles left over by whole rounds come first, cut
-// along K into equal shares; then each CTA takes whole tiles. Each warp fetches
-// its own chunks through a private ring of bulk copies, one barrier a chunk. X
-// passes through a ring of 64-column boxes in shared memory, 128-byte swizzled,
-// as wgmma wants its B operand.
+// Work. A tile is `height` x 64 rows of W; a CTA (one an SM) has four warpgroups that decode and multiply (three for
+// tiles of 128 tokens, two for 256), `height` of them along M and the others along K, and one more that feeds X. A unit
+// is one chunk a warp: a tile's rows times the warpgroups along K. Tiles left over by whole rounds come first, cut
+// along K into equal shares; then each CTA takes whole tiles. Or, where that divides better, pairs of CTAs (clusters)
+// take whole tiles, each of the two one half of K. Each warp fetches its own chunks through a private ring of bulk
+// copies, one barrier a chunk. X passes through a ring of 64-column boxes in shared memory, 128-byte swizzled, as wgmma
+// wants its B operand.
 //
-// Reduction. Warpgroups along K add up in shared memory. Of leftover tiles each
-// CTA leaves a partial sum in the workspace, which a second small kernel,
-// launched early, adds up (the last CTA to arrive doing it was no faster).
-// Always in the same order, and nobody ever waits for another CTA.
+// Reduction. Warpgroups along K add up in shared memory, the CTAs of a pair through distributed shared memory, half of
+// the sums each. Of leftover tiles each CTA leaves a partial sum in the workspace, which a second small kernel,
+// launched early, adds up (the last CTA to arrive doing it was no faster). Always in the same order, and nobody ever
+// waits for a CTA that may not be running.
 //
-// Bytes an element: the format's, plus partial sums of the leftovers.
-// Instructions an element: about 5. Limiter: memory at 50 % sparsity and N <=
-// 32; shared memory (decoding, and wgmma reading X again for every 64 rows)
-// from N = 64 or 60 % on.
+// Bytes an element: the format's, plus partial sums of the leftovers. Instructions an element: about 5.5. Limiter:
+// memory at 50 % sparsity and N <= 32; shared memory (decoding, and wgmma reading X again for every 64 rows) from N =
+// 64 or 60 % on.
 #include <cuda.h>
 
 #include <algorithm>
@@ -30,9 +27,11 @@
 #include "kernels/cuda/activation_map.h"
 #include "kernels/cuda/bitmap_decode.cuh"
 #include "kernels/cuda/chunk_offsets.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/ptx.cuh"
+#include "kernels/cuda/spmm_tile.h"
 #include "kernels/cuda/tile_schedule.h"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/format/bitmap_gpu_layout.h"
@@ -50,6 +49,10 @@ constexpr int kDynamicAlignment = 1024;
 constexpr int ConsumerRegisters(int groups) { return groups == 4 ? 112 : groups == 3 ? 160 : 240; }
 constexpr int ProducerRegisters(int groups) { return groups == 4 ? 32 : 24; }
 constexpr int kStepsPerCommit = 2;
+// Named barriers: one at which the warps that multiply wait for the barriers of the X rings to be made, then one for
+// each row of warpgroups.
+constexpr int kStartBarrier = 0;
+constexpr int kRowBarrier = 1;
 // Of the second kernel: one CTA of it, with 32 registers a thread and no shared memory but the system's, fits beside
 // one of four warpgroups of the first, so that it waits on the SM instead of being launched at the end.
 constexpr int kFinishThreads = 128;
@@ -70,6 +73,7 @@ struct TileShared {
   uint64_t chunk_full[tile::kMaxGroups * 4 * kMaxStages];
   uint64_t box_full[kMaxBoxes];
   uint64_t box_empty[kMaxBoxes];
+  uint64_t sums_full[2];  // from the other CTA of a pair
   uint64_t nobody;
 };
 
@@ -113,6 +117,7 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
       BarrierInit(SharedAddress(shared.box_full + i), 1);
       BarrierInit(SharedAddress(shared.box_empty + i), static_cast<uint32_t>(plan.height * 4));
     }
+    for (uint64_t &full : shared.sums_full) BarrierInit(SharedAddress(&full), 1);
     BarrierInit(SharedAddress(&shared.nobody), kWarps);
     BarrierInitFence();
   }
@@ -144,9 +149,10 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
     __syncwarp();
     if (lane == 0 && chunk.x != chunk.y) FetchChunk(p.chunks, chunk, stage0, full0);
   }
-  __syncthreads();
-
+  __syncwarp();
+  if (plan.paired) ClusterArrive();  // this CTA runs, its shared memory may be written to
   if (warp >= kWarps) {
+    NamedArrive(kStartBarrier, (kWarps + 4) * 32);
     ShrinkRegisters<ProducerRegisters(kGroups)>();
     if (warp == kWarps && ElectOne()) {
       WaitForPrerequisites();
@@ -175,9 +181,12 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         }
       }
     }
+    __syncwarp();
+    if (plan.paired) ClusterWait();
     return;
   }
 
+  NamedBarrier(kStartBarrier, (kWarps + 4) * 32);
   GrowRegisters<ConsumerRegisters(kGroups)>();
   {
     // Only now, so that every warp's first chunk was asked for before any warp's second.
@@ -193,6 +202,8 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         ClearChunk<kChunkCols>(stage0 + static_cast<uint32_t>(s * p.stage_bytes), full0 + s * 8, lane);
       }
     }
+    // Before more loads are under way, for all of which it would wait.
+    if (plan.paired) ClusterWait();
     offsets.Skip(first);
   }
   const uint32_t box_full = SharedAddress(shared.box_full + group_col * boxes);
@@ -201,6 +212,10 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
   uint8_t *const exchange = stages_begin + kWarps * plan.stages * p.stage_bytes;
   float4 *const turn =
       reinterpret_cast<float4 *>(exchange + (depth - 1) * plan.height * 4 * SlotBytes<kTokens>()) + warp * 32;
+  const int inbox =
+      static_cast<int>(exchange - dynamic) + ((depth - 1) * plan.height * 4 * SlotBytes<kTokens>() + kWarps * 512);
+  const int rank = cta % 2;
+  int round = 0;
   uint32_t a[2][kStepsPerCommit][4];
   int stage = 0;
   uint32_t stage_parity = 0;
@@ -265,7 +280,7 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
 
     // Along K: the first warpgroup of each row adds up the others.
     if (depth > 1) {
-      NamedBarrier(1 + group_row, depth * 128);
+      NamedBarrier(kRowBarrier + group_row, depth * 128);
       if (group_col > 0) {
         float4 *to = reinterpret_cast<float4 *>(exchange + ((group_col - 1) * plan.height * 4 + row_block_in_tile) *
                                                                SlotBytes<kTokens>()) +
@@ -275,7 +290,7 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
           to[t * 32] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
         }
       }
-      NamedBarrier(1 + group_row, depth * 128);
+      NamedBarrier(kRowBarrier + group_row, depth * 128);
       if (group_col > 0) continue;
       for (int from = 0; from < depth - 1; ++from) {
         const float4 *part = reinterpret_cast<const float4 *>(exchange + (from * plan.height * 4 + row_block_in_tile) *
@@ -291,6 +306,36 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         }
       }
     }
+    // Between the CTAs of a pair: unit u = row block * kTiles + token tile is stored by rank u % 2. The other's sums of
+    // the round after next cannot come before it has got this round's from here.
+    if (plan.paired) {
+      const int at = inbox + round % 2 * tile::InboxBytes(plan) + lane * 16;
+      const uint32_t full = SharedAddress(shared.sums_full + round % 2);
+      const uint32_t partner = ClusterAddress(x_shared + static_cast<uint32_t>(at), static_cast<uint32_t>(rank ^ 1));
+      const uint32_t partner_full = ClusterAddress(full, static_cast<uint32_t>(rank ^ 1));
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int unit = row_block_in_tile * kTiles + t;
+        if (unit % 2 == rank) continue;
+        ClusterStore128(partner + static_cast<uint32_t>(unit / 2 * 512),
+                        make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]), partner_full);
+      }
+      if (row_block_in_tile == 0 && lane == 0) {
+        BarrierArriveExpect(full, static_cast<uint32_t>(tile::InboxBytes(plan)));
+      }
+      BarrierWaitCluster(full, static_cast<uint32_t>(round / 2 % 2));
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int unit = row_block_in_tile * kTiles + t;
+        if (unit % 2 != rank) continue;
+        const float4 v = *reinterpret_cast<const float4 *>(dynamic + at + unit / 2 * 512);
+        sum[t * 4] += v.x;
+        sum[t * 4 + 1] += v.y;
+        sum[t * 4 + 2] += v.z;
+        sum[t * 4 + 3] += v.w;
+      }
+      ++round;
+    }
     const int block = plan.RowTile(segment.tile) * plan.height * 4 + row_block_in_tile;
     const int first_tile = plan.TokenTile(segment.tile) * kTiles;
     float4 *const partial =
@@ -298,6 +343,7 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         ((static_cast<int64_t>(cta) * kMaxPieces + segment.piece) * plan.height * 4 + row_block_in_tile) * kTiles * 32;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
+      if (plan.paired && (row_block_in_tile * kTiles + t) % 2 != rank) continue;
       __syncwarp();
       turn[lane] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
       __syncwarp();
@@ -390,12 +436,12 @@ tile::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call, int64_t n) {
                                    : RoundUp(static_cast<uint64_t>(n), 128);
   const auto only = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u);
   static std::mutex mutex;
-  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int64_t, int64_t, int>, tile::Plan>();
-  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, stage_bytes, only);
+  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int64_t, int, int64_t, int>, tile::Plan>();
+  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, chunk_cols, stage_bytes, only);
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans->find(key); found != plans->end()) return found->second;
   return (*plans)[key] = tile::MakePlan(layer.device->multiprocessors, MaxDynamicShared(*layer.device), row_blocks,
-                                        col_blocks, tokens, stage_bytes, only);
+                                        col_blocks, tokens, chunk_cols, stage_bytes, only);
 }
 
 uint64_t PartialBytes(const tile::Plan &plan) {
@@ -449,17 +495,24 @@ Status LaunchPart(const spmmd_cuda_layer &layer, const Call &call, const Activat
   config.blockDim = dim3(static_cast<unsigned>((p.plan.groups + 1) * 128));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute &early = attributes[0];
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 1 : 0;
+  cudaLaunchAttribute &cluster = attributes[1];
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 2;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = p.plan.paired ? 2 : 1;
   SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
   if (p.plan.leftovers > 0) {
     config.gridDim = dim3(static_cast<unsigned>(
         CeilDiv(int64_t{p.plan.leftovers} * p.plan.height * 4 * (p.plan.tokens / 8), kFinishThreads / 32)));
     config.blockDim = dim3(kFinishThreads);
     config.dynamicSmemBytes = 0;
+    early.val.programmaticStreamSerializationAllowed = 1;
     config.numAttrs = 1;
     SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, FindFinish(p.plan.tokens), p));
   }
@@ -477,6 +530,8 @@ Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stre
 }
 
 }  // namespace
+
+double EstimateSpmmTile(const spmmd_cuda_layer &layer, const Call &call) { return PlanFor(layer, call, call.n).us; }
 
 const Kernel kSpmmTile = {"spmm_tile", kFormatBitmapGpu, false, CanImplement, ScratchBytes, Launch};
 

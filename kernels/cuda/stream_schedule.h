@@ -80,9 +80,14 @@ inline int64_t SharedBytes(const Plan &plan, int tokens, int chunk_cols, int64_t
 // The cut with the lowest estimated time, or number `only` (from 1) of those tried; pairs == 0 when there is none.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int tokens,
                      int chunk_cols, int64_t stage_bytes, int only = 0) {
+  // Fitted to measurements on an H200.
+  constexpr double kLaunchUs = 2;
   constexpr double kBytesPerUsPerSm = 34e3;
-  constexpr double kRoundUs = 0.7;
-  constexpr double kElementsPerUsPerWarp = 2500;  // decoding
+  constexpr double kRoundUs = 1.2;
+  const double warp_us = 0.2 / 32 * tokens;  // more warps start later and X in more rings
+  // Decoding: latency limits a warp, the shared memory all of them.
+  const double warp_elements_per_us = tokens <= 8 ? 2450 : tokens <= 16 ? 2500 : 2300;
+  const double elements_per_us = tokens <= 8 ? 38e3 : tokens <= 16 ? 30e3 : 22e3;
   Plan best = {};
   const int64_t most_pairs = multiprocessors / 2;
   if (most_pairs == 0) return best;
@@ -111,10 +116,14 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
       if (plan.stages < 2) continue;
       if (only != 0 && ++number != only) continue;
       const double steps = static_cast<double>(rounds * CeilDiv(plan.Cols(0), depth));
-      plan.us = std::max(steps * plan.warps() * static_cast<double>(stage_bytes) / kBytesPerUsPerSm,
-                         steps * 16 * chunk_cols / kElementsPerUsPerWarp) +
-                kRoundUs * rounds;
+      plan.us = std::max({steps * plan.warps() * static_cast<double>(stage_bytes) / kBytesPerUsPerSm,
+                          steps * plan.warps() * 16 * chunk_cols / elements_per_us,
+                          steps * 16 * chunk_cols / warp_elements_per_us});
+      // Many warps on one ring of X wait for each other; more rings have fewer slots.
       if (plan.slots < 3) plan.us *= 1.03;
+      if (plan.height > 16) plan.us *= 1.08;
+      if (plan.depth > 2 && rounds > 1) plan.us *= 1.02;
+      plan.us += kLaunchUs + kRoundUs * rounds + warp_us * plan.warps();
       if (best.pairs == 0 || plan.us < best.us) {
         plan.pairs = static_cast<int>(CeilDiv(row_blocks, rows));
         for (int rank = 0; rank < 2; ++rank) {

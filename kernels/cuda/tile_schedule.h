@@ -38,6 +38,14 @@ struct Plan {
   int stages;     // chunks in flight a warp
   int boxes;      // of one X ring; there are `depth` rings
   int depth;      // groups / height: warpgroups along K
+  // Pairs of CTAs (clusters) instead: a pair takes whole tiles, each of its CTAs one half of K, and they exchange half
+  // of their sums each. Then `rounds` are at most, and there are no leftovers.
+  bool paired;
+  int tiles;
+  uint32_t half_inverse[2];  // as units_inverse, of HalfUnits
+
+  // Units of a tile of a CTA of a pair: the first half, rounded up, is rank 0's.
+  SPMMD_HOST_DEVICE int HalfUnits(int rank) const { return rank == 0 ? units - units / 2 : units / 2; }
   SPMMD_HOST_DEVICE int FirstLeftover() const { return rounds * ctas; }
   // Tiles are numbered token tile by token tile within the same rows of W, so that these are read from L2 from the
   // second time on.
@@ -55,26 +63,42 @@ struct Plan {
     int count;   // in all
   };
   SPMMD_HOST_DEVICE Units UnitsOf(int cta) const {
+    if (paired) {
+      const bool last = (rounds - 1) * (ctas / 2) + cta / 2 < tiles;  // has a tile in the last round
+      return Units{0, 0, (last ? rounds : rounds - 1) * HalfUnits(cta % 2)};
+    }
     if (leftovers == 0) return Units{0, 0, rounds * units};
     const int shared = share + (cta < share_extra ? 1 : 0);
     return Units{ShareBegin(cta), shared, shared + rounds * units};
   }
   // The tile and unit of a CTA's i-th unit.
   SPMMD_HOST_DEVICE IntPair Locate(int cta, const Units &of, int i) const {
+    if (paired) {
+      const int rank = cta % 2;
+      const int half = HalfUnits(rank);
+      const int round = Divide(i, half, half_inverse[rank]);
+      return IntPair{round * (ctas / 2) + cta / 2, (rank == 0 ? 0 : HalfUnits(0)) + i - round * half};
+    }
     const bool is_shared = i < of.shared;
     const int number = is_shared ? of.first + i : i - of.shared;
     const int quotient = DivideByUnits(number);
     return IntPair{is_shared ? FirstLeftover() + quotient : quotient * ctas + cta, number - quotient * units};
   }
   // A division takes several times as long, and this is on the way to a launch's first load.
-  SPMMD_HOST_DEVICE int DivideByUnits(int number) const {
+  SPMMD_HOST_DEVICE int DivideByUnits(int number) const { return Divide(number, units, units_inverse); }
+  SPMMD_HOST_DEVICE static int Divide(int number, int by, uint32_t inverse) {
 #ifdef __CUDA_ARCH__
-    const int quotient = static_cast<int>(__umulhi(static_cast<uint32_t>(number), units_inverse));
+    const int quotient = static_cast<int>(__umulhi(static_cast<uint32_t>(number), inverse));
 #else
-    const int quotient = static_cast<int>(uint64_t{static_cast<uint32_t>(number)} * units_inverse >> 32);
+    const int quotient = static_cast<int>(uint64_t{static_cast<uint32_t>(number)} * inverse >> 32);
 #endif
-    const int remainder = number - quotient * units;  // at most one quotient off, either way
-    return quotient + (remainder >= units ? 1 : 0) - (remainder < 0 ? 1 : 0);
+    const int remainder = number - quotient * by;  // at most one quotient off, either way
+    return quotient + (remainder >= by ? 1 : 0) - (remainder < 0 ? 1 : 0);
+  }
+  // 2^32 / by, rounded up; 2^32 - 1 for 1.
+  static uint32_t Inverse(int by) {
+    const auto divisor = static_cast<uint64_t>(by);
+    return static_cast<uint32_t>(std::min<uint64_t>(((uint64_t{1} << 32) + divisor - 1) / divisor, 0xffffffffu));
   }
   // Leftover units are numbered tile by tile and dealt out evenly: the first
   // share_extra CTAs get share + 1 of them, the others share.
@@ -119,6 +143,13 @@ class Segments {
       return true;
     }
     if (round_ == plan_.rounds) return false;
+    if (plan_.paired) {
+      const int tile = round_ * (plan_.ctas / 2) + cta_ / 2;
+      const int middle = plan_.HalfUnits(0);
+      segment = {tile, cta_ % 2 == 0 ? 0 : middle, cta_ % 2 == 0 ? middle : plan_.units, -1};
+      ++round_;
+      return tile < plan_.tiles;
+    }
     segment = {round_ * plan_.ctas + cta_, 0, plan_.units, -1};
     ++round_;
     return true;
@@ -130,13 +161,18 @@ class Segments {
   int left_ = 0, leftover_ = 0, unit_ = 0, piece_ = 0, round_ = 0;
 };
 
+// Sums that a CTA of a pair gets from the other at a time; they go by turns to two places.
+SPMMD_HOST_DEVICE int InboxBytes(const Plan &plan) {
+  return plan.paired ? plan.height * 4 * (plan.tokens / 8) * 256 : 0;
+}
+
 // Dynamic shared memory of a launch.
 inline int64_t SharedBytes(const Plan &plan, int64_t stage_bytes) {
   const int64_t box = int64_t{plan.tokens} * kBoxCols * 2;
   const int64_t slot = int64_t{plan.tokens} / 8 * 512;
   const int64_t warps = int64_t{plan.groups} * 4;
   return plan.depth * (plan.boxes * box) + warps * plan.stages * stage_bytes +
-         (plan.depth - 1) * (int64_t{plan.height} * 4 * slot) + warps * 512;
+         (plan.depth - 1) * (int64_t{plan.height} * 4 * slot) + warps * 512 + 2 * InboxBytes(plan);
 }
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -144,67 +180,93 @@ inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The cut of one tile size with the lowest estimated time, or number `only` (from 1) of the cuts tried; ctas == 0 when
 // the largest chunk leaves no room for any.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int tokens,
-                     int64_t token_tiles, int64_t stage_bytes, int only) {
-  constexpr double kBytesPerUsPerSm = 34e3;
+                     int64_t token_tiles, int chunk_cols, int64_t stage_bytes, int only) {
+  // Fitted to measurements on an H200.
+  constexpr double kLaunchUs = 3;
+  constexpr double kBytesPerUsPerSm = 30e3;
+  constexpr double kActivationBytesPerUs = 21e6;  // of all SMs, from L2
   constexpr double kPartialBytesPerUs = 4e6;
   constexpr double kSecondKernelUs = 1.3;
   constexpr double kTileUs = 0.5;
-  constexpr double kShallowRing = 1.1;  // fewer than four boxes
-  constexpr double kOneStage = 1.8;     // a warp waits for each chunk: only where a dense one is too large for two
-  // Against reading alone: from 64 tokens on shared memory, then the tensor cores are the limit.
-  const double slower = tokens <= 32 ? 1.0 : tokens <= 64 ? 1.2 : tokens <= 128 ? 1.6 : 2.4;
+  constexpr double kPairUs = 0.8;
+  constexpr double kShortRing = 1.03;    // fewer boxes than two chunks have columns
+  constexpr double kShallowRing = 1.35;  // or than one
+  constexpr double kOneStage = 1.8;      // a warp waits for each chunk: only where a dense one is too large for two
+  // Decoding and multiplying: the shared memory's limit, from 128 tokens on the tensor cores'.
+  const double elements_per_us = tokens <= 8     ? 29e3
+                                 : tokens <= 16  ? 27.5e3
+                                 : tokens <= 32  ? 26e3
+                                 : tokens <= 64  ? 22.6e3
+                                 : tokens <= 128 ? 15.2e3
+                                                 : 9.4e3;
   const int groups = GroupsFor(tokens);
   Plan best = {};
   int number = 0;
   for (int height = groups; height > 0; --height) {
     if (groups % height != 0) continue;
-    Plan plan = {};
-    plan.tokens = tokens;
-    plan.token_tiles = static_cast<int>(token_tiles);
-    plan.groups = groups;
-    plan.row_blocks = static_cast<int>(row_blocks);
-    plan.col_blocks = static_cast<int>(col_blocks);
-    plan.height = height;
-    plan.depth = groups / height;
-    plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth));
-    plan.units_inverse = static_cast<uint32_t>(std::min<uint64_t>(
-        ((uint64_t{1} << 32) + static_cast<uint64_t>(plan.units) - 1) / static_cast<uint64_t>(plan.units),
-        0xffffffffu));
-    plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth;
-    plan.boxes = 0;
-    for (plan.stages = 2; plan.stages > 0 && plan.boxes < 2; --plan.stages) {
-      for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth); plan.boxes >= 2; plan.boxes /= 2) {
-        if (SharedBytes(plan, stage_bytes) <= max_shared_bytes) break;
+    for (const bool paired : {false, true}) {
+      Plan plan = {};
+      plan.tokens = tokens;
+      plan.token_tiles = static_cast<int>(token_tiles);
+      plan.groups = groups;
+      plan.row_blocks = static_cast<int>(row_blocks);
+      plan.col_blocks = static_cast<int>(col_blocks);
+      plan.height = height;
+      plan.depth = groups / height;
+      plan.units = static_cast<int>(CeilDiv(col_blocks, plan.depth));
+      plan.units_inverse = Plan::Inverse(plan.units);
+      plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth;
+      plan.paired = paired;
+      plan.boxes = 0;
+      for (plan.stages = 2; plan.stages > 0 && plan.boxes < 2; --plan.stages) {
+        for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth); plan.boxes >= 2; plan.boxes /= 2) {
+          if (SharedBytes(plan, stage_bytes) <= max_shared_bytes) break;
+        }
+        if (plan.boxes >= 2) break;
       }
-      if (plan.boxes >= 2) break;
-    }
-    if (plan.boxes < 2) {
-      number += 2;
-      continue;
-    }
-    const int64_t tiles = CeilDiv(row_blocks, int64_t{height} * 4) * token_tiles;
-    const int64_t most = multiprocessors;
-    // All SMs and shared leftovers, or as few CTAs as make the rounds even.
-    for (const int64_t ctas : {std::min(most, tiles * plan.units), CeilDiv(tiles, CeilDiv(tiles, most))}) {
-      if (only != 0 && ++number != only) continue;
-      plan.ctas = static_cast<int>(ctas);
-      plan.rounds = static_cast<int>(tiles / ctas);
-      plan.leftovers = static_cast<int>(tiles - plan.rounds * ctas);
-      const double units = static_cast<double>(plan.rounds) * plan.units +
-                           static_cast<double>(CeilDiv(int64_t{plan.leftovers} * plan.units, ctas));
-      double us = units * slower * groups * 4 * static_cast<double>(stage_bytes) / kBytesPerUsPerSm;
-      if (plan.boxes < 4) us *= kShallowRing;
-      if (plan.stages < 2) us *= kOneStage;
-      us += kTileUs * (plan.rounds + 1) * (height < groups ? 2 : 1);
-      if (plan.leftovers > 0) {
-        us += kSecondKernelUs +
-              static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
-      }
-      if (best.ctas == 0 || us < best.us) {
-        plan.share = static_cast<int>(int64_t{plan.leftovers} * plan.units / ctas);
-        plan.share_extra = static_cast<int>(int64_t{plan.leftovers} * plan.units % ctas);
-        plan.us = us;
-        best = plan;
+      const int64_t tiles = CeilDiv(row_blocks, int64_t{height} * 4) * token_tiles;
+      const int64_t most = multiprocessors;
+      // All SMs and shared leftovers, or as few CTAs as make the rounds even.
+      const int64_t pairs = std::min(most / 2, tiles);
+      const int64_t all = std::min(most, tiles * plan.units);
+      const int64_t even = CeilDiv(tiles, CeilDiv(tiles, most));
+      for (int64_t ctas : {paired ? 2 * pairs : all, paired ? int64_t{0} : even}) {
+        if (paired && (plan.units < 2 || ctas == 0)) continue;
+        ++number;
+        if (plan.boxes < 2 || (only != 0 && number != only)) continue;
+        double us = 0;
+        if (paired) {
+          plan.rounds = static_cast<int>(CeilDiv(tiles, pairs));
+          plan.tiles = static_cast<int>(tiles);
+          ctas = 2 * CeilDiv(tiles, plan.rounds);
+          for (int rank = 0; rank < 2; ++rank) plan.half_inverse[rank] = Plan::Inverse(plan.HalfUnits(rank));
+          us = static_cast<double>(plan.rounds) * plan.HalfUnits(0);
+        } else {
+          plan.rounds = static_cast<int>(tiles / ctas);
+          plan.leftovers = static_cast<int>(tiles - plan.rounds * ctas);
+          us = static_cast<double>(plan.rounds) * plan.units +
+               static_cast<double>(CeilDiv(int64_t{plan.leftovers} * plan.units, ctas));
+        }
+        plan.ctas = static_cast<int>(ctas);
+        us *= groups * 4 *
+              std::max(static_cast<double>(stage_bytes) / kBytesPerUsPerSm, 16 * chunk_cols / elements_per_us);
+        us *= plan.boxes * kBoxCols < chunk_cols       ? kShallowRing
+              : plan.boxes * kBoxCols < 2 * chunk_cols ? kShortRing
+                                                       : 1;
+        if (plan.stages < 2) us *= kOneStage;
+        us += kLaunchUs + kTileUs * (plan.rounds + (paired ? 0 : 1)) * (height < groups ? 2 : 1);
+        us += static_cast<double>(tiles * col_blocks) * chunk_cols * tokens * 2 / kActivationBytesPerUs;
+        if (paired) us += kPairUs * plan.rounds;
+        if (plan.leftovers > 0) {
+          us += kSecondKernelUs +
+                static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
+        }
+        if (best.ctas == 0 || us < best.us) {
+          plan.share = static_cast<int>(int64_t{plan.leftovers} * plan.units / ctas);
+          plan.share_extra = static_cast<int>(int64_t{plan.leftovers} * plan.units % ctas);
+          plan.us = us;
+          best = plan;
+        }
       }
     }
   }
@@ -213,10 +275,10 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
 
 // The cut for a launch of n tokens, or one of those tried for the tile size that it would take.
 inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int64_t n,
-                     int64_t stage_bytes, int only = 0) {
+                     int chunk_cols, int64_t stage_bytes, int only = 0) {
   const auto plan = [&](int tokens) {
-    return MakePlan(multiprocessors, max_shared_bytes, row_blocks, col_blocks, tokens, CeilDiv(n, tokens), stage_bytes,
-                    only);
+    return MakePlan(multiprocessors, max_shared_bytes, row_blocks, col_blocks, tokens, CeilDiv(n, tokens), chunk_cols,
+                    stage_bytes, only);
   };
   for (const int tokens : {8, 16, 32, 64}) {
     if (n <= tokens) return plan(tokens);
