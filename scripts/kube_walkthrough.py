@@ -51,7 +51,7 @@ class Cluster:
             "sharding": {"shards": 2, "by": by},
             "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
             "server": {"config": {"cpu_threads": 1}},
-            "cache": {"size": "1G"},
+            "cache": {"size": "1Gi"},
             "modelRepository": {"enabled": True, "existingClaim": "models"},
             "layers": [{"name": name, "file": {"path": name.replace("/", "_") + ".npy"}} for name in LAYERS],
             "podDisruptionBudget": {"enabled": True},
@@ -163,6 +163,14 @@ def main() -> None:
         say("the client has gone over to three shards")
         caller.wait()
         cluster.helm("upgrade", "sharding.shards=3")
+        if arguments.by == "ordinals":
+            for replica in range(2):
+                pods = ("pods", "-l", f"spmmd/replica={replica}")
+                cluster.run("kubectl", "delete", *pods)
+                time.sleep(3.0)  # for the controller to make them anew
+                cluster.run("kubectl", "wait", "--for=condition=Ready", "--timeout=10m", *pods)
+                say(f"the pods of StatefulSet {replica} have been restarted")
+                time.sleep(15.0)  # for clients to find them, as minReadySeconds is for
         caller.wait()
         pod = cluster.shard_pods(0)[0]
         cluster.run("kubectl", "delete", pod)
@@ -187,12 +195,12 @@ def main() -> None:
             "the alert does not end",
         )
         say("the node takes pods again; SpmmdShardMissing: inactive")
-        before_end = len(caller.errors)
-        caller.wait()
-        say(
-            f"calls to shard 1 failed with {sorted({error.code.name for error in caller.errors})}, "
-            f"{len(caller.errors) - before_end} of the last 60"
-        )
+        failed = -1
+        while len(caller.errors) > failed:  # until all layers answer again
+            failed = len(caller.errors)
+            caller.wait()
+        codes = sorted({error.code.name for error in caller.errors})
+        say(f"all layers answer; {failed} of {caller.calls} calls have failed meanwhile, with {codes}")
     cluster.run("helm", "uninstall", RELEASE, "--wait")
     cluster.run("kubectl", "delete", "namespace", namespace)
     cluster.run("kubectl", "delete", "persistentvolume", namespace)

@@ -183,10 +183,10 @@ def test_a_change_of_the_number_keeps_the_smaller_one() -> None:
 def test_the_ordinals_of_statefulsets_are_shards() -> None:
     """What Kubernetes makes of the rendered pods: their index from their ordinal, and the count of the server."""
 
-    def pods(*options: str) -> tuple[set[tuple[str, int, int]], set[int]]:
-        """(StatefulSet, shard, count) of every pod, and the ordinals that a rollout leaves alone."""
+    def pods(*options: str) -> tuple[set[tuple[str, int, int]], list[Any]]:
+        """(StatefulSet, shard, count) of every pod, and how each StatefulSet rolls."""
         objects = render(CHART / "ci" / "ordinals-values.yaml", *options)
-        result, kept = set(), set()
+        result, strategies = set(), []
         for item in of_kind(objects, "StatefulSet"):
             container = item["spec"]["template"]["spec"]["containers"][0]
             (variable,) = (variable for variable in container["env"] if variable["name"] == "POD_INDEX")
@@ -198,15 +198,19 @@ def test_the_ordinals_of_statefulsets_are_shards() -> None:
             assert item["spec"]["replicas"] == high
             for ordinal in range(high):
                 result.add((item["metadata"]["name"], ordinal, low if ordinal < low else high))
-            kept |= set(range(item["spec"].get("updateStrategy", {}).get("rollingUpdate", {}).get("partition", 0)))
-        return result, kept
+            strategies.append(item["spec"].get("updateStrategy"))
+        return result, strategies
 
     sets = ("r-spmmd-replica-0", "r-spmmd-replica-1")
     during = {(name, i, 4 if i < 4 else 5) for name in sets for i in range(5)}
-    assert pods() == (during, {0, 1, 2, 3}), "only the new shard is started"
+    by_hand = [{"type": "OnDelete"}] * 2  # a rollout would take the same shard from both at once
+    assert pods() == (during, by_hand)
     shrinking = pods("--set", "sharding.shards=4", "--set", "sharding.transitionFrom=5")
-    assert shrinking == (during, set()), "the others take over what it has"
-    assert pods("--set", "sharding.transitionFrom=0") == ({(name, i, 5) for name in sets for i in range(5)}, set())
+    assert shrinking == (during, by_hand), "the others take over what it has"
+    assert pods("--set", "sharding.transitionFrom=0") == ({(name, i, 5) for name in sets for i in range(5)}, by_hand)
+    one, strategies = pods("--set", "replicas=1")
+    assert one == {pod for pod in during if pod[0] == sets[0]}
+    assert strategies == [{"type": "RollingUpdate", "rollingUpdate": {"partition": 4}}], "only the new shard is started"
     for i, service in enumerate(
         service
         for service in of_kind(render(CHART / "ci" / "ordinals-values.yaml"), "Service")
