@@ -30,7 +30,8 @@ KERNEL = ("kernel", "name of a kernel in the code")
 FORMAT = ("format", "storage format of the layer, as `spmm.v1.Format` has it")
 RPC = (
     "rpc",
-    "full method name, as `spmm.v1.SparseMatmul/Execute`; a request on a stream counts under `ExecuteStream`",
+    "full method name, as `spmm.v1.SparseMatmul/Execute`; a request on a stream counts under `ExecuteStream`, an entry "
+    "of a ring under `Ring`",
 )
 
 KIND = (

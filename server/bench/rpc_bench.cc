@@ -440,6 +440,7 @@ int Main(int argc, char** argv) {
   app.add_option("--backend", flags.backend, "auto, cpu or cuda");
   app.add_option("--csv", flags.csv, "Also write the rows here");
   CLI11_PARSE(app, argc, argv);
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was measured shows, whatever comes next
 
   std::string directory = "/tmp/spmmd_rpc_bench_XXXXXX";
   if (mkdtemp(directory.data()) == nullptr) return 1;
