@@ -95,7 +95,7 @@ struct LaneWords {
   uint4 low;   // coded: 16 low bytes; verbatim: values 0..7
   uint4 high;  // verbatim: values 8..15
   uint32_t runs0;
-  uint32_t runs1;  // run_bits 4: the second half; 3: the third bits
+  uint32_t runs1;  // run_bits 4
   uint32_t planes;
   uint32_t third;
 };
@@ -106,7 +106,7 @@ __device__ __forceinline__ LaneWords LoadBlock(const uint8_t* block, int lane) {
   words.low = LoadStream128(block + lane * 16);
   if constexpr (kCoding == Coding::kVerbatim) {
     words.high = LoadStream128(block + 512 + lane * 16);
-    if constexpr (kRunBits != 4) {
+    if constexpr (kRunBits == 2) {
       words.runs0 = LoadStream32(block + row_stream::RunOffset(kCoding, kRunBits, 0) + lane * 4);
     } else {
       const uint2 runs = LoadStream64(block + row_stream::RunOffset(kCoding, kRunBits, 0) + lane * 8);
@@ -114,7 +114,7 @@ __device__ __forceinline__ LaneWords LoadBlock(const uint8_t* block, int lane) {
       words.runs1 = runs.y;
     }
   } else {
-    if constexpr (kRunBits != 4) {
+    if constexpr (kRunBits == 2) {
       const uint2 both = LoadStream64(block + row_stream::PlaneOffset(kRunBits, 0) + lane * 8);
       words.planes = both.x;
       words.runs0 = both.y;
@@ -128,7 +128,6 @@ __device__ __forceinline__ LaneWords LoadBlock(const uint8_t* block, int lane) {
       words.third = LoadStream16(block + row_stream::ThirdBitOffset(kRunBits, 0) + lane * 2);
     }
   }
-  if constexpr (kRunBits == 3) words.runs1 = LoadStream16(block + row_stream::ThirdRunBitOffset(kCoding, lane));
   return words;
 }
 
@@ -191,14 +190,11 @@ __device__ __forceinline__ void Accumulate(const LaneWords& words, uint32_t& cur
                              words.high.x, words.high.y, words.high.z, words.high.w};
   uint32_t third = 0;
   if constexpr (kCoding == Coding::kCode3) third = words.third * 0x00100001u;  // bits 0..15 again at 20..31
-  uint32_t third_runs = 0;
-  if constexpr (kRunBits == 3) third_runs = words.runs1 * 0x00100001u;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     uint32_t runs;
-    if constexpr (kRunBits != 4) {
+    if constexpr (kRunBits == 2) {
       runs = (words.runs0 >> (2 * q)) & 0x03030303u;
-      if constexpr (kRunBits == 3) runs |= (third_runs >> (2 + q)) & 0x04040404u;
     } else {
       const uint32_t half = q < 2 ? words.runs0 : words.runs1;
       runs = ((q & 1) != 0 ? half >> 4 : half) & 0x0f0f0f0fu;
@@ -714,14 +710,7 @@ const void* PickKernel(const RowStreamKernelKey& key) {
         return nullptr;
     }
   };
-  switch (key.run_bits) {
-    case 2:
-      return by_tokens.template operator()<2>();
-    case 3:
-      return by_tokens.template operator()<3>();
-    default:
-      return by_tokens.template operator()<4>();
-  }
+  return key.run_bits == 2 ? by_tokens.template operator()<2>() : by_tokens.template operator()<4>();
 }
 
 }  // namespace spmmd::cuda::row_stream_kernel

@@ -52,8 +52,8 @@ struct RowNonzeros {
 // What one pass over a row's segment learns, enough to choose every parameter.
 struct SegmentStats {
   uint32_t nnz = 0;
-  uint32_t slots[3] = {0, 0, 0};  // with run_bits 2, 3 and 4, fillers included
-  uint32_t escapes[2] = {0, 0};   // with kCode2 and kCode3 at the best base
+  uint32_t slots[2] = {0, 0};    // with run_bits 2 and 4, fillers included
+  uint32_t escapes[2] = {0, 0};  // with kCode2 and kCode3 at the best base
   uint8_t base[2] = {0, 0};
 };
 
@@ -113,7 +113,7 @@ class ExponentHistogram {
   int high_ = -1;
 };
 
-int RunIndex(int run_bits) { return run_bits - 2; }
+int RunIndex(int run_bits) { return run_bits == 2 ? 0 : 1; }
 
 struct Plan {
   Coding coding = Coding::kVerbatim;
@@ -156,8 +156,8 @@ class Packer {
     if (tuning_.coding.has_value() && *tuning_.coding != Coding::kVerbatim && w_.dtype != DType::kBf16) {
       return absl::InvalidArgumentError("coding: coded values need bf16 weights");
     }
-    if (tuning_.run_bits != 0 && !IsRunBits(tuning_.run_bits)) {
-      return absl::InvalidArgumentError(absl::StrCat("run_bits: 2, 3 or 4, not ", tuning_.run_bits));
+    if (tuning_.run_bits != 0 && tuning_.run_bits != 2 && tuning_.run_bits != 4) {
+      return absl::InvalidArgumentError(absl::StrCat("run_bits: 2 or 4, not ", tuning_.run_bits));
     }
     if (tuning_.warps < 0 || tuning_.warps > kMaxWarps) {
       return absl::InvalidArgumentError(absl::StrCat("warps: at most ", kMaxWarps, ", not ", tuning_.warps));
@@ -192,14 +192,17 @@ class Packer {
           nz.Extract(w_, row, segment * segment_columns_, SegmentColumns(segment));
           SegmentStats& stats = stats_[row * segments_ + segment];
           stats.nnz = static_cast<uint32_t>(nz.count);
-          uint32_t fillers[3] = {0, 0, 0};
+          uint32_t fillers2 = 0;
+          uint32_t fillers4 = 0;
           int previous = -1;
           for (int i = 0; i < nz.count; ++i) {
             const uint32_t gap = static_cast<uint32_t>(nz.column[i] - previous - 1);
-            for (int bits = 2; bits <= 4; ++bits) fillers[RunIndex(bits)] += gap >> bits;
+            fillers2 += gap >> 2;
+            fillers4 += gap >> 4;
             previous = nz.column[i];
           }
-          for (int i = 0; i < 3; ++i) stats.slots[i] = stats.nnz + fillers[i];
+          stats.slots[0] = stats.nnz + fillers2;
+          stats.slots[1] = stats.nnz + fillers4;
           if (!coded) continue;
           histogram->Count(nz);
           histogram->BestBase(Coding::kCode2, nz.count, &stats.base[0], &stats.escapes[0]);
@@ -287,19 +290,20 @@ class Packer {
       codings = {Coding::kVerbatim};
     }
     // Coding and run width do not depend on the tiling: settle them by bytes with an ideal one. A coded slot costs a
-    // little more to decode than a verbatim one, and runs of 3 bits than others, hence the factors.
+    // little more to decode than a verbatim one (3 bits more than 2), hence the factors.
     double best = std::numeric_limits<double>::infinity();
-    double slots[3] = {0, 0, 0};
+    double slots[2] = {0, 0};
     for (const SegmentStats& stats : stats_) {
-      for (int i = 0; i < 3; ++i) slots[i] += stats.slots[i];
+      slots[0] += stats.slots[0];
+      slots[1] += stats.slots[1];
     }
     for (const Coding coding : codings) {
-      for (const int run_bits : {2, 3, 4}) {
+      for (const int run_bits : {2, 4}) {
         if (tuning_.run_bits != 0 && tuning_.run_bits != run_bits) continue;
         const double escapes = coding == Coding::kVerbatim ? 0.0
                                : coding == Coding::kCode2  ? static_cast<double>(escapes_[0])
                                                            : static_cast<double>(escapes_[1]);
-        const double decode = (coding == Coding::kVerbatim ? 1.0 : 1.01) * (run_bits == 3 ? 1.02 : 1.0);
+        const double decode = coding == Coding::kVerbatim ? 1.0 : 1.01;
         const double cost =
             decode * slots[RunIndex(run_bits)] * BlockBytes(coding, run_bits) / (kBlockSlots * kWarpLanes) +
             kBytesPerEscape * escapes;
@@ -386,14 +390,10 @@ class Packer {
 
 void StoreLaneBlock(const LaneBlock& lane_block, Coding coding, int run_bits, int lane, std::byte* block) {
   uint32_t runs[2] = {0, 0};
-  uint16_t third_run = 0;
   for (int s = 0; s < kBlockSlots; ++s) {
-    const uint32_t run = lane_block.run[s];
-    runs[RunWord(run_bits, s)] |= (run_bits == 3 ? run & 3 : run) << RunShift(run_bits, s);
-    third_run = static_cast<uint16_t>(third_run | (run >> 2 & 1) << ThirdBitShift(s));
+    runs[RunWord(run_bits, s)] |= uint32_t{lane_block.run[s]} << RunShift(run_bits, s);
   }
-  std::memcpy(block + RunOffset(coding, run_bits, lane), runs, run_bits == 4 ? 8 : 4);
-  if (run_bits == 3) std::memcpy(block + ThirdRunBitOffset(coding, lane), &third_run, 2);
+  std::memcpy(block + RunOffset(coding, run_bits, lane), runs, run_bits == 2 ? 4 : 8);
   if (coding == Coding::kVerbatim) {
     std::memcpy(block + lane * 16, lane_block.word, 16);
     std::memcpy(block + 512 + lane * 16, lane_block.word + 8, 16);

@@ -28,7 +28,7 @@ namespace spmmd::row_stream {
 // of how evenly the tiles spread over the device.
 struct Options {
   std::optional<Coding> coding = std::nullopt;   // coded forms need bf16: INVALID_ARGUMENT otherwise
-  int run_bits = 0;                              // 2, 3 or 4
+  int run_bits = 0;                              // 2 or 4
   int rows_per_tile = 0;                         // 1..kMaxRowsPerTile, at most 32 * warps
   int warps = 0;                                 // 1..kMaxWarps
   std::optional<bool> sort_rows = std::nullopt;  // group rows of like length and store the order

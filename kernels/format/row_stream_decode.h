@@ -48,7 +48,7 @@ inline const char* ParseShape(const int64_t params[8], bool bf16, int64_t m, int
   }
   shape->rows_per_tile = static_cast<int>(params[kParamRowsPerTile]);
   shape->pieces = static_cast<int>(threads) / shape->rows_per_tile;
-  if (!IsRunBits(params[kParamRunBits])) return "run bits out of range";
+  if (params[kParamRunBits] != 2 && params[kParamRunBits] != 4) return "run bits are neither 2 nor 4";
   shape->run_bits = static_cast<int>(params[kParamRunBits]);
   const int64_t coding = params[kParamCoding];
   if (coding != 0 && coding != 2 && coding != 3) return "unknown value coding";
@@ -157,13 +157,10 @@ struct LaneBlock {
 inline LaneBlock LoadLaneBlock(Coding coding, int run_bits, int lane, const std::byte* block) {
   LaneBlock out;
   uint32_t runs[2] = {0, 0};
-  std::memcpy(runs, block + RunOffset(coding, run_bits, lane), run_bits == 4 ? 8 : 4);
-  uint16_t third_run = 0;
-  if (run_bits == 3) std::memcpy(&third_run, block + ThirdRunBitOffset(coding, lane), 2);
-  const uint32_t mask = run_bits == 4 ? 15 : 3;
+  std::memcpy(runs, block + RunOffset(coding, run_bits, lane), run_bits == 2 ? 4 : 8);
+  const uint32_t mask = (1u << run_bits) - 1;
   for (int s = 0; s < kBlockSlots; ++s) {
-    out.run[s] = static_cast<uint8_t>((runs[RunWord(run_bits, s)] >> RunShift(run_bits, s) & mask) |
-                                      (static_cast<uint32_t>(third_run) >> ThirdBitShift(s) & 1) << 2);
+    out.run[s] = static_cast<uint8_t>(runs[RunWord(run_bits, s)] >> RunShift(run_bits, s) & mask);
   }
   if (coding == Coding::kVerbatim) {
     std::memcpy(out.word, block + lane * 16, 16);

@@ -53,32 +53,28 @@ static_assert(sizeof(TileHeader) == 16);
 //   verbatim: values 0..7 at 0, values 8..15 at 512, 16 bytes a lane each; runs at 1024.
 //   coded:    low bytes at 0, 16 bytes a lane; run_bits 2: {planes, runs} at 512, 8 bytes a lane;
 //             run_bits 4: planes at 512, 4 bytes a lane, runs at 640, 8 bytes a lane;
-//             kCode3 adds the field's third bit, 2 bytes a lane, behind that.
-//   run_bits 3 is run_bits 2 and, at the end, the runs' third bits, 2 bytes a lane.
+//             kCode3 adds the field's third bit, 2 bytes a lane, at the end.
 constexpr int ValueBytes(Coding coding) {
   return kWarpLanes * (coding == Coding::kVerbatim ? 32 : coding == Coding::kCode2 ? 20 : 22);
 }
 constexpr int RunBytes(int run_bits) { return kWarpLanes * kBlockSlots * run_bits / 8; }
 constexpr int BlockBytes(Coding coding, int run_bits) { return ValueBytes(coding) + RunBytes(run_bits); }
 constexpr int RunOffset(Coding coding, int run_bits, int lane) {
-  if (coding == Coding::kVerbatim) return 1024 + lane * (run_bits == 4 ? 8 : 4);
-  return run_bits == 4 ? 640 + lane * 8 : 512 + lane * 8 + 4;
+  if (coding == Coding::kVerbatim) return 1024 + lane * (run_bits == 2 ? 4 : 8);
+  return run_bits == 2 ? 512 + lane * 8 + 4 : 640 + lane * 8;
 }
-constexpr int PlaneOffset(int run_bits, int lane) { return 512 + lane * (run_bits == 4 ? 4 : 8); }
-constexpr int ThirdBitOffset(int run_bits, int lane) { return (run_bits == 4 ? 896 : 768) + lane * 2; }
-constexpr int ThirdRunBitOffset(Coding coding, int lane) { return BlockBytes(coding, 3) - kWarpLanes * 2 + lane * 2; }
-constexpr bool IsRunBits(int64_t bits) { return bits >= 2 && bits <= 4; }
+constexpr int PlaneOffset(int run_bits, int lane) { return 512 + lane * (run_bits == 2 ? 8 : 4); }
+constexpr int ThirdBitOffset(int run_bits, int lane) { return (run_bits == 2 ? 768 : 896) + lane * 2; }
 
 // Slot s = 4q + j. Runs are laid out so that `(word >> shift) & mask` yields four of them, one a byte, for slots
 // 4q..4q+3; planes so that one rotation and one mask yield the four high bytes.
-constexpr int RunWord(int run_bits, int slot) { return run_bits == 4 ? slot / 8 : 0; }
+constexpr int RunWord(int run_bits, int slot) { return run_bits == 2 ? 0 : slot / 8; }
 constexpr int RunShift(int run_bits, int slot) {
-  return run_bits == 4 ? (slot % 4) * 8 + (slot % 8 / 4) * 4 : (slot % 4) * 8 + (slot / 4) * 2;
+  return run_bits == 2 ? (slot % 4) * 8 + (slot / 4) * 2 : (slot % 4) * 8 + (slot % 8 / 4) * 4;
 }
 constexpr int FieldBitShift(int slot) { return (8 * (slot % 4) + 2 * (slot / 4)) & 31; }     // bit 8 of the word
 constexpr int SignBitShift(int slot) { return (8 * (slot % 4) + 7 + 2 * (slot / 4)) & 31; }  // bit 15
-// Bit 9 of the word; the third bit of a run.
-constexpr int ThirdBitShift(int slot) {
+constexpr int ThirdBitShift(int slot) {                                                      // bit 9
   constexpr int kBase[4] = {4, 12, 0, 8};
   return kBase[slot % 4] + slot / 4;
 }

@@ -132,7 +132,7 @@ TEST(RowStream, RoundTripsEveryShapeAndDensity) {
 TEST(RowStream, RoundTripsUnderEveryPackerChoice) {
   uint64_t seed = 100;
   for (const Coding coding : {Coding::kVerbatim, Coding::kCode2, Coding::kCode3}) {
-    for (const int run_bits : {2, 3, 4}) {
+    for (const int run_bits : {2, 4}) {
       for (const auto& [rows, warps] : std::vector<std::pair<int, int>>{
                {32, 4}, {1, 1}, {5, 3}, {20, 10}, {73, 12}, {32, 1}, {128, 16}, {512, 16}}) {
         for (const bool sorted : {false, true}) {
@@ -234,7 +234,7 @@ TEST(RowStream, RefusesWhatItCannotStore) {
   DenseMatrix f16 = DenseMatrix::Create(DType::kF16, 4, 4).value();
   EXPECT_EQ(row_stream::Pack(f16.view(), {}, {.coding = Coding::kCode2}).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(row_stream::Pack(f16.view(), {}, {.run_bits = 5}).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(row_stream::Pack(f16.view(), {}, {.run_bits = 3}).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(row_stream::Pack(f16.view(), {}, {.warps = 17}).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(row_stream::Pack(f16.view(), {}, {.rows_per_tile = 33, .warps = 1}).status().code(),
             absl::StatusCode::kInvalidArgument);
