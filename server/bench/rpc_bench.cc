@@ -1,6 +1,7 @@
 // spmmd_rpc_bench: what a call costs beyond its kernel. A server process runs spmmd's services and a bare gRPC echo,
 // each on a Unix socket of its own; a client process calls them turn by turn, one call in flight, with bytes made
-// beforehand, so that both rows have the same client. `overhead` is the call's time minus the time that its kernels
+// beforehand, so that both rows have the same client; then the same request with its tensors in shared memory, and
+// through a ring. `overhead` is the call's time minus the time that its kernels
 // took by the server's own clock; the ratio sets it against the echo of the same number of bytes.
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -26,6 +27,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "client/cpp/client.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "server/app.h"
@@ -96,6 +98,7 @@ class EchoService final : public grpc::CallbackGenericService {
   auto options = MakeOptions(config);
   options->listen = {spmmd_address};
   options->metrics_listen.clear();
+  options->shared_memory = true;
   options->max_message_bytes = uint64_t{512} << 20;
   auto app = App::Start(*options);
   if (!app.ok() || !(*app)->LoadAndServe().ok()) {
@@ -119,12 +122,8 @@ class EchoService final : public grpc::CallbackGenericService {
 // One blocking unary call with ready bytes, over the callback stub: the same for both servers.
 class RawCaller {
  public:
-  RawCaller(const std::string& address, std::string method) : method_(std::move(method)) {
-    grpc::ChannelArguments arguments;
-    arguments.SetMaxReceiveMessageSize(-1);
-    stub_ = std::make_unique<grpc::GenericStub>(
-        grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
-  }
+  RawCaller(const std::shared_ptr<grpc::Channel>& channel, std::string method)
+      : method_(std::move(method)), stub_(std::make_unique<grpc::GenericStub>(channel)) {}
 
   // Seconds; negative when the call failed.
   double Call(const grpc::ByteBuffer& request, grpc::ByteBuffer* response) {
@@ -144,8 +143,14 @@ class RawCaller {
 
  private:
   const std::string method_;
-  std::unique_ptr<grpc::GenericStub> stub_;
+  const std::unique_ptr<grpc::GenericStub> stub_;
 };
+
+std::shared_ptr<grpc::Channel> NewChannel(const std::string& address) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+}
 
 grpc::ByteBuffer ToBytes(const google::protobuf::Message& message) {
   const grpc::Slice slice(message.SerializeAsString());
@@ -328,6 +333,81 @@ int RunCrowds(const Flags& flags, const std::string& address) {
   return 0;
 }
 
+// The request with x and y in a region: where they are, and copied from and to the caller's own memory; then an entry
+// of a ring.
+bool RunShared(const Flags& flags, client::Client& client, const pb::ExecuteRequest& message, RawCaller* execute,
+               const std::function<bool()>& echo, std::vector<Row>* rows) {
+  const pb::Tensor& x = message.inputs(0).dense();
+  const int64_t n = x.shape(0);
+  const uint64_t x_bytes = x.data().size();
+  const uint64_t y_bytes = static_cast<uint64_t>(n * flags.m) * 2;
+  const uint64_t y_offset = (x_bytes + 4095) / 4096 * 4096;
+  auto region = client.CreateRegion(y_offset + y_bytes);
+  if (!region.ok()) {
+    std::fprintf(stderr, "region: %s\n", std::string(region.status().message()).c_str());
+    return false;
+  }
+  pb::ExecuteRequest placed = message;
+  *placed.mutable_inputs(0) = client::MakeInput("x", **region, 0, pb::DATA_TYPE_F16, n, flags.k);
+  *placed.mutable_program()->mutable_outputs(0)->mutable_region() = (*region)->Slice(y_offset, y_bytes);
+  auto program = client.RegisterProgram(message.program());
+  if (!program.ok()) return false;
+  client::RingOptions options;
+  options.program_ids = {*program};
+  options.tensor_bytes = y_offset + y_bytes;
+  auto ring = client.OpenRing(options);
+  if (!ring.ok()) {
+    std::fprintf(stderr, "ring: %s\n", std::string(ring.status().message()).c_str());
+    return false;
+  }
+  std::copy_n(x.data().data(), x_bytes, reinterpret_cast<char*>((*region)->data()));
+  std::copy_n(x.data().data(), x_bytes, (*ring)->As<char>(0, x_bytes).data());
+  std::string y(y_bytes, '\0');
+  grpc::ByteBuffer response;
+  // The request is small: a caller that keeps its tensors in a region makes it anew each time.
+  const auto call = [&](Row* row, bool copied) {
+    const auto start = std::chrono::steady_clock::now();
+    if (copied) std::copy_n(x.data().data(), x_bytes, reinterpret_cast<char*>((*region)->data()));
+    if (execute->Call(ToBytes(placed), &response) < 0) return false;
+    if (copied) std::copy_n(reinterpret_cast<const char*>((*region)->data()) + y_offset, y_bytes, y.data());
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    pb::ExecuteResponse parsed;
+    if (!ParseMessage(&response, &parsed).ok()) return false;
+    row->call.push_back(elapsed.count());
+    row->kernel.push_back(Seconds(parsed.timing().kernel()));
+    row->server.push_back(Seconds(parsed.timing().total()) - row->kernel.back());
+    row->overhead.push_back(row->call.back() - row->kernel.back());
+    return true;
+  };
+  const client::Ring::Tensor input{0, flags.k, pb::DATA_TYPE_F16};
+  const client::Ring::Tensor output{y_offset, flags.m, pb::DATA_TYPE_F16};
+  const auto entry = [&](Row* row) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto result = (*ring)->Execute({.rows = n, .inputs = {&input, 1}, .outputs = {&output, 1}});
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    if (!result.ok() || !result->status.ok()) {
+      std::fprintf(stderr, "ring: %s\n",
+                   std::string((result.ok() ? result->status : result.status()).message()).c_str());
+      return false;
+    }
+    row->call.push_back(elapsed.count());
+    row->kernel.push_back(absl::ToDoubleSeconds(result->kernel));
+    row->server.push_back(absl::ToDoubleSeconds(result->total) - row->kernel.back());
+    row->overhead.push_back(row->call.back() - row->kernel.back());
+    return true;
+  };
+  Row ignored = (*rows)[0];
+  for (int i = 0; i < 20; ++i) {
+    if (!call(&ignored, false) || !entry(&ignored)) return false;
+  }
+  TurnByTurn(flags, echo, [&] { return call(&(*rows)[0], false); });
+  TurnByTurn(flags, echo, [&] { return call(&(*rows)[1], true); });
+  // By itself: a ring's caller does nothing between two entries that would put the ring's thread to sleep.
+  TurnByTurn(
+      flags, [] { return true; }, [&] { return entry(&(*rows)[2]); });
+  return true;
+}
+
 int RunClient(const Flags& flags, const std::string& spmmd_address, const std::string& echo_address) {
   if (!RegisterLayer(spmmd_address, flags)) return 1;
   std::FILE* const csv = flags.csv.empty() ? nullptr : std::fopen(flags.csv.c_str(), "w");
@@ -343,9 +423,11 @@ int RunClient(const Flags& flags, const std::string& spmmd_address, const std::s
       static_cast<int>(flags.m), static_cast<int>(flags.k), flags.sparsity);
   std::printf("%-22s %5s %9s %9s %6s %9s %9s %9s %9s %11s %7s\n", "row", "N", "req B", "resp B", "calls", "p50", "p99",
               "kernel", "server", "overhead", "x echo");
-  RawCaller execute(spmmd_address, "/spmm.v1.SparseMatmul/Execute");
-  RawCaller info(spmmd_address, "/spmm.v1.SparseMatmul/ServerInfo");
-  RawCaller echo(echo_address, "/echo/Echo");
+  // Of one connection: regions belong to it.
+  const auto channel = NewChannel(spmmd_address);
+  const std::unique_ptr<client::Client> client = client::Client::FromChannel(channel);
+  RawCaller execute(channel, "/spmm.v1.SparseMatmul/Execute");
+  RawCaller echo(NewChannel(echo_address), "/echo/Echo");
   for (const int64_t n : flags.tokens) {
     const pb::ExecuteRequest message = MakeRequest(flags, n);
     const grpc::ByteBuffer request = ToBytes(message);
@@ -419,6 +501,20 @@ int RunClient(const Flags& flags, const std::string& spmmd_address, const std::s
     const double again_p50 = Quantile(bare_again.call, 0.5);
     Print(stdout, streamed, again_p50, /*csv=*/false);
     if (csv != nullptr) Print(csv, streamed, again_p50, /*csv=*/true);
+
+    bare_again.call.clear();
+    const auto echo_again = [&] {
+      bare_again.call.push_back(echo.Call(echo_request, &echo_response));
+      return bare_again.call.back() >= 0;
+    };
+    std::vector<Row> shared = {{"Execute in region", n, request.Length(), response.Length(), {}, {}, {}, {}},
+                               {"Execute, copied", n, request.Length(), response.Length(), {}, {}, {}, {}},
+                               {"ring", n, request.Length(), response.Length(), {}, {}, {}, {}}};
+    if (!RunShared(flags, *client, message, &execute, echo_again, &shared)) return 1;
+    for (const Row& row : shared) {
+      Print(stdout, row, Quantile(bare_again.call, 0.5), /*csv=*/false);
+      if (csv != nullptr) Print(csv, row, Quantile(bare_again.call, 0.5), /*csv=*/true);
+    }
   }
   if (csv != nullptr) std::fclose(csv);
   return RunCrowds(flags, spmmd_address);
