@@ -71,19 +71,30 @@ bool ScaleForF16(float* values, int64_t count) {
   return largest < std::bit_cast<uint32_t>(kScaledF16Limit);
 }
 
-// True when every value is zero or a finite bf16 value of at least kBf16DotMinX.
-bool FitsBf16Dot(const float* values, int64_t count) {
+// 0 when all of kCount values are zeros or finite bf16 values of at least kBf16DotMinX.
+template <int64_t kCount>
+uint32_t UnfitForBf16Dot(const float* values) {
   constexpr uint32_t kFirst = std::bit_cast<uint32_t>(kBf16DotMinX), kInfinity = 0x7f800000u;
+  uint32_t unfit = 0;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Of two numbers below 2^31, the first is smaller when the difference has the highest bit.
+    const uint32_t in_range = ~(magnitude - kFirst) & (magnitude - kInfinity);
+    const uint32_t zero = magnitude - 1;  // magnitude is 2^31 - 1 at most
+    unfit |= (bits << 16) | (~(in_range | zero) & 0x80000000u);
+  }
+  return unfit;
+}
+
+bool FitsBf16Dot(const float* values, int64_t count) {
   constexpr int64_t kChunk = 256;  // most x that do not fit show it at once
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    uint32_t bad = 0;
-    for (int64_t i = begin; i < std::min(begin + kChunk, count); ++i) {
-      const uint32_t bits = std::bit_cast<uint32_t>(values[i]);
-      const uint32_t magnitude = bits & 0x7fffffffu;
-      const bool in_range = magnitude - kFirst < kInfinity - kFirst || magnitude == 0;
-      bad |= (bits & 0xffffu) | (in_range ? 0u : 1u);
-    }
-    if (bad != 0) return false;
+  int64_t i = 0;
+  for (; i + kChunk <= count; i += kChunk) {
+    if (UnfitForBf16Dot<kChunk>(values + i) != 0) return false;
+  }
+  for (; i < count; ++i) {
+    if (UnfitForBf16Dot<1>(values + i) != 0) return false;
   }
   return true;
 }
