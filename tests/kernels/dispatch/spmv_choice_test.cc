@@ -23,7 +23,7 @@ SpmvCopies AllCopies(int64_t m = kM, int64_t k = kK) {
   copies.nnz = m * k / 2;
   copies.dense_bytes = m * k * 2;
   copies.row_stream_bytes = copies.dense_bytes * 62 / 100;
-  copies.column_piece_bytes = copies.dense_bytes * 68 / 100;
+  copies.column_piece_bytes = copies.dense_bytes * 62 / 100;
   return copies;
 }
 
