@@ -9,6 +9,7 @@ in this: the data and the queries are real, the look is not Grafana's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shutil
 import sys
@@ -28,6 +29,7 @@ from PIL import Image
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests" / "operate"), str(REPOSITORY / "client" / "examples" / "python")]
 
+from fleet import LAYERS, Caller, make_repository, server  # noqa: E402
 from live import BLOCK, Load, PanelQuery, Prometheus, panel_queries, recorded_pages  # noqa: E402
 from local_server import LocalServer  # noqa: E402
 
@@ -152,6 +154,7 @@ def draw_live(binary: Path, seconds: float) -> None:
     try:
         shutil.copy(BLOCK, folder / "block.safetensors")
         flags = [f"--model-repository={folder}", "--max-queue-bytes=1MiB"]
+        flags += [f"--cache-dir={folder / 'cache'}", "--device-memory-fraction=0.002"]
         with LocalServer(binary, flags) as server, Prometheus([server.metrics]) as prometheus:
 
             def connect() -> spmmd.Client:
@@ -161,14 +164,40 @@ def draw_live(binary: Path, seconds: float) -> None:
             start = time.time() - 2
             # Little, then much, then little again.
             for callers, share in ((1, 0.3), (6, 0.4), (2, 0.3)):
-                with Load(connect, callers=callers, pause=0.01) as load:
+                with Load(connect, callers=callers, pause=0.01, large=3) as load:
                     time.sleep(seconds * share)
                 assert not load.failures, load.failures
             for board, panels in by_board().items():
-                if board != "spmmd / GPU":  # nothing to show on the CPU
+                if board not in ("spmmd / GPU", "spmmd / Shards"):  # nothing to show on one server on the CPU
                     print(draw(board, panels, prometheus, Span("the CPU backend", "", start, time.time())))
     finally:
         shutil.rmtree(folder)
+
+
+def draw_shards(binary: Path, seconds: float) -> None:
+    """A picture of three shards on the CPU, the first with two replicas; the last one goes away at the end."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        repository = make_repository(Path(folder))
+        fleet = [
+            stack.enter_context(server(binary, repository, f"--shard-index={i}", "--shard-count=3"))
+            for i in (0, 0, 1, 2)
+        ]
+        addresses = [[fleet[0].address, fleet[1].address], [fleet[2].address], [fleet[3].address]]
+        prometheus = stack.enter_context(Prometheus([one.metrics for one in fleet]))
+        client = stack.enter_context(spmmd.ShardedClient(addresses, timeout=5.0))
+        time.sleep(12)
+        start = time.time() - 2
+        stray = next(layer for layer in LAYERS if spmmd.shard_of(layer, 3) != 1)
+        with Caller(client), spmmd.Client(fleet[2].address) as lost:
+            end = time.time() + seconds * 0.7
+            while time.time() < end:  # and a caller that has the wrong address
+                with contextlib.suppress(spmmd.FailedPreconditionError):
+                    lost.get(stray)
+                time.sleep(0.5)
+            fleet[3].stop()
+            time.sleep(seconds * 0.3)
+        board = "spmmd / Shards"
+        print(draw(board, by_board()[board], prometheus, Span("three shards on the CPU", "", start, time.time())))
 
 
 def main() -> None:
@@ -182,6 +211,7 @@ def main() -> None:
         draw_recorded()
     else:
         draw_live(arguments.binary, arguments.seconds)
+        draw_shards(arguments.binary, arguments.seconds / 2)
 
 
 if __name__ == "__main__":

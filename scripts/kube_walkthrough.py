@@ -80,6 +80,12 @@ class Cluster:
         say(f"helm {verb} {' '.join(options)}")
         command = ["helm", verb, RELEASE, str(REPOSITORY / "helm" / "spmmd"), "-f", str(self._values), *options]
         self.run(*command, "--wait", "--timeout=10m")
+        self.ready("app.kubernetes.io/name=spmmd")  # helm waits for no StatefulSet that is rolled by hand
+
+    def ready(self, selector: str) -> None:
+        """Waits for pods, once their controllers have made them."""
+        time.sleep(3.0)
+        self.run("kubectl", "wait", "--for=condition=Ready", "--timeout=10m", "pods", "-l", selector)
 
     def pods(self) -> dict[str, str]:
         """Identity of every server's pod by its name."""
@@ -165,10 +171,9 @@ def main() -> None:
         cluster.helm("upgrade", "sharding.shards=3")
         if arguments.by == "ordinals":
             for replica in range(2):
-                pods = ("pods", "-l", f"spmmd/replica={replica}")
-                cluster.run("kubectl", "delete", *pods)
-                time.sleep(3.0)  # for the controller to make them anew
-                cluster.run("kubectl", "wait", "--for=condition=Ready", "--timeout=10m", *pods)
+                selector = f"spmmd/replica={replica}"
+                cluster.run("kubectl", "delete", "pods", "-l", selector)
+                cluster.ready(selector)
                 say(f"the pods of StatefulSet {replica} have been restarted")
                 time.sleep(15.0)  # for clients to find them, as minReadySeconds is for
         caller.wait()

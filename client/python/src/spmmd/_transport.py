@@ -54,7 +54,8 @@ def tls_of(tls: Tls | bool) -> Tls | None:
 
 
 # Every address of the name in turn, without those whose health says that they are not serving. What only multiplies is
-# safe to send again when a server went away under it.
+# safe to send again when a server went away under it; the attempts together outlast a look-up of the name: when the
+# last server that is known drains, those that came meanwhile are found by it.
 _BALANCE = json.dumps(
     {
         "loadBalancingConfig": [{"round_robin": {}}],
@@ -63,10 +64,10 @@ _BALANCE = json.dumps(
             {
                 "name": [{"service": "spmm.v1.SparseMatmul", "method": "Execute"}],
                 "retryPolicy": {
-                    "maxAttempts": 4,
-                    "initialBackoff": "0.02s",
-                    "maxBackoff": "0.5s",
-                    "backoffMultiplier": 2,
+                    "maxAttempts": 5,
+                    "initialBackoff": "0.05s",
+                    "maxBackoff": "1s",
+                    "backoffMultiplier": 3,
                     "retryableStatusCodes": ["UNAVAILABLE"],
                 },
             }
@@ -81,7 +82,7 @@ def channel_options(tls: Tls | None, balance: bool = False) -> list[tuple[str, s
         options += [
             ("grpc.service_config", _BALANCE),
             # gRPC's own 30 s between look-ups and up to 120 s between attempts are longer than a rollout takes.
-            ("grpc.dns_min_time_between_resolutions_ms", 5000),
+            ("grpc.dns_min_time_between_resolutions_ms", 1000),
             ("grpc.initial_reconnect_backoff_ms", 200),
             ("grpc.max_reconnect_backoff_ms", 5000),
         ]
