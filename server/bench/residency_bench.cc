@@ -4,13 +4,10 @@
 // Registers more layers than the device's budget holds, uses them in turn, so that each use reloads one layer and
 // evicts another, and prints the rates of both; meanwhile a thread runs one pinned layer over and over, and its times
 // stand beside those of an idle server.
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <iostream>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,11 +18,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dispatch/cuda_library.h"
+#include "server/bench/served.h"
 #include "server/catalog/catalog.h"
 #include "server/device/cuda_device.h"
 #include "server/engine/engine.h"
@@ -49,57 +46,13 @@ absl::Status Register(LayerCatalog& catalog, const Settings& settings, const std
   spec.set_name(name);
   spec.set_m(settings.rows);
   spec.set_k(settings.cols);
-  spec.set_dtype(pb::DATA_TYPE_F16);
-  spec.set_encoding(pb::SOURCE_ENCODING_DENSE);
   spec.set_format(pb::FORMAT_BITMAP);
   spec.set_pin(pin);
-  SPMMD_ASSIGN_OR_RETURN(const std::shared_ptr<Upload> upload, catalog.Begin(spec));
-  std::mt19937 random(seed);
-  const auto bytes = static_cast<uint64_t>(settings.rows * settings.cols) * sizeof(uint16_t);
-  pb::ContentChunk chunk;
-  chunk.set_part(pb::CONTENT_PART_VALUES);
-  for (uint64_t offset = 0; offset < bytes;) {
-    const uint64_t size = std::min<uint64_t>(bytes - offset, catalog.options().max_chunk_bytes);
-    std::string& data = *chunk.mutable_data();
-    data.resize(size);
-    for (uint64_t i = 0; i < size; i += sizeof(uint16_t)) {
-      const uint32_t bits = random();
-      // Half of them zero; exponents near 1.
-      const uint16_t value = (bits & 1) != 0 ? 0 : static_cast<uint16_t>(0x3800 | ((bits >> 1) & 0x87ff));
-      std::memcpy(data.data() + i, &value, sizeof(value));
-    }
-    chunk.set_offset(offset);
-    SPMMD_RETURN_IF_ERROR(upload->Append(chunk));
-    offset += size;
-  }
-  return upload->Finish().status();
+  return RegisterRandom(catalog, std::move(spec), seed);
 }
 
-absl::StatusOr<absl::Duration> Run(Engine& engine, const Settings& settings, const std::string& name) {
-  pb::ExecuteRequest request;
-  request.mutable_program()->add_inputs("x");
-  pb::Step& step = *request.mutable_program()->add_steps();
-  step.set_name("y");
-  step.mutable_matmul()->mutable_layer()->set_name(name);
-  step.mutable_matmul()->set_input("x");
-  request.mutable_program()->add_outputs()->set_step("y");
-  pb::NamedInput& input = *request.add_inputs();
-  input.set_name("x");
-  input.mutable_dense()->set_dtype(pb::DATA_TYPE_F16);
-  input.mutable_dense()->add_shape(1);
-  input.mutable_dense()->add_shape(settings.cols);
-  input.mutable_dense()->mutable_data()->resize(static_cast<size_t>(settings.cols) * sizeof(uint16_t));
-  pb::ExecuteResponse response;
-  absl::Status status;
-  absl::Notification done;
-  const absl::Time start = absl::Now();
-  engine.Execute(request, &response, absl::InfiniteFuture(), [&](absl::Status result) {
-    status = std::move(result);
-    done.Notify();
-  });
-  done.WaitForNotification();
-  SPMMD_RETURN_IF_ERROR(status);
-  return absl::Now() - start;
+absl::StatusOr<absl::Duration> RunLayer(Engine& engine, const Settings& settings, const std::string& name) {
+  return Run(engine, MatmulRequest(name, 1, settings.cols));
 }
 
 double Series(const Metrics& metrics, const std::string& series) {
@@ -111,13 +64,10 @@ double Series(const Metrics& metrics, const std::string& series) {
   return 0;
 }
 
-std::string Quantiles(std::vector<absl::Duration> times) {
+std::string Quantiles(const std::vector<absl::Duration>& times) {
   if (times.empty()) return "none";
-  std::sort(times.begin(), times.end());
-  const auto at = [&](double q) {
-    return absl::ToDoubleMicroseconds(times[static_cast<size_t>(q * static_cast<double>(times.size() - 1))]);
-  };
-  return absl::StrFormat("p50 %.0f us, p99 %.0f us, max %.0f us of %d", at(0.5), at(0.99), at(1), times.size());
+  return absl::StrFormat("p50 %.0f us, p99 %.0f us, max %.0f us of %d", QuantileMicroseconds(times, 0.5),
+                         QuantileMicroseconds(times, 0.99), QuantileMicroseconds(times, 1), times.size());
 }
 
 absl::Status Bench(const Settings& settings) {
@@ -148,7 +98,7 @@ absl::Status Bench(const Settings& settings) {
   }
   std::vector<absl::Duration> idle;
   for (int i = 0; i < 500; ++i) {
-    SPMMD_ASSIGN_OR_RETURN(idle.emplace_back(), Run(engine, settings, "pinned"));
+    SPMMD_ASSIGN_OR_RETURN(idle.emplace_back(), RunLayer(engine, settings, "pinned"));
   }
   const char* const evict_sum = "spmmd_layer_eviction_duration_seconds_sum{to=\"host\"}";
   const char* const evict_count = "spmmd_layer_eviction_duration_seconds_count{to=\"host\"}";
@@ -162,7 +112,7 @@ absl::Status Bench(const Settings& settings) {
   std::vector<absl::Duration> busy;
   std::thread other([&] {
     while (!stop.load()) {
-      absl::StatusOr<absl::Duration> took = Run(engine, settings, "pinned");
+      absl::StatusOr<absl::Duration> took = RunLayer(engine, settings, "pinned");
       if (took.ok()) busy.push_back(*took);
     }
   });
@@ -170,7 +120,7 @@ absl::Status Bench(const Settings& settings) {
   std::vector<absl::Duration> waits;
   for (int round = 0; round < settings.rounds && status.ok(); ++round) {
     for (int layer = 0; layer < settings.layers && status.ok(); ++layer) {
-      absl::StatusOr<absl::Duration> took = Run(engine, settings, absl::StrCat("w", layer));
+      absl::StatusOr<absl::Duration> took = RunLayer(engine, settings, absl::StrCat("w", layer));
       status = took.status();
       if (took.ok()) waits.push_back(*took);
     }
