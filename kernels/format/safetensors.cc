@@ -96,8 +96,9 @@ class HeaderSax : public nlohmann::json_sax<nlohmann::json> {
       metadata[key_] = text;
       return true;
     }
-    if (key_ != "dtype" || std::exchange(tensor_->has_dtype, true))
+    if (key_ != "dtype" || std::exchange(tensor_->has_dtype, true)) {
       return Fail(absl::StrCat("'", key_, "' is no string"));
+    }
     tensor_->dtype = text;
     return true;
   }
