@@ -43,7 +43,8 @@ int main(int argc, char** argv) {
     if (!spmmd::IsValid(format)) continue;
     const std::string name(spmmd::Name(format));
     int seeds = 0;
-    for (const auto& [rows, cols, density] : {std::tuple{3, 5, 0.5}, {20, 30, 0.5}, {70, 33, 0.1}, {9, 130, 0.9}}) {
+    for (const auto& [rows, cols, density] :
+         {std::tuple{3, 5, 0.5}, {20, 30, 0.5}, {70, 33, 0.1}, {9, 130, 0.9}, {520, 3, 0.5}}) {
       const auto layer = spmmd::Pack(format, RandomMatrix(rows, cols, density).view());
       if (!layer.ok()) continue;  // a format without a packer in this build
       const std::string file = name + "_" + std::to_string(rows) + "x" + std::to_string(cols);
