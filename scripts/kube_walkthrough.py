@@ -50,7 +50,7 @@ class Cluster:
             "workload": "StatefulSet" if by == "ordinals" else "Deployment",
             "sharding": {"shards": 2, "by": by},
             "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
-            "server": {"config": {"cpu_threads": 1}},
+            "server": {"maxConnectionAge": "20s", "config": {"cpu_threads": 1}},
             "cache": {"size": "1Gi"},
             "modelRepository": {"enabled": True, "existingClaim": "models"},
             "layers": [{"name": name, "file": {"path": name.replace("/", "_") + ".npy"}} for name in LAYERS],
@@ -175,7 +175,7 @@ def main() -> None:
                 cluster.run("kubectl", "delete", "pods", "-l", selector)
                 cluster.ready(selector)
                 say(f"the pods of StatefulSet {replica} have been restarted")
-                time.sleep(15.0)  # for clients to find them, as minReadySeconds is for
+                time.sleep(30.0)  # longer than maxConnectionAge, by which clients find them
         caller.wait()
         pod = cluster.shard_pods(0)[0]
         cluster.run("kubectl", "delete", pod)
