@@ -12,7 +12,6 @@
 #include "google/protobuf/map.h"
 #include "kernels/base/status_macros.h"
 #include "server/catalog/types.h"
-#include "server/engine/program.h"
 #include "server/errors.h"
 
 namespace spmmd::server {
@@ -137,6 +136,11 @@ absl::Status TakeInputs(const Model& model, ModelInferRequest* request, pb::Exec
     if (!dtype.has_value()) {
       return FieldError(absl::StrCat(path, ".datatype"),
                         absl::StrCat("\"", input.datatype(), "\" is not one of FP16, BF16, FP32"));
+    }
+    // Before the engine looks at the size, which does not say as much.
+    if (input.shape_size() == 2 && named->cols >= 0 && input.shape(1) != named->cols) {
+      return FieldError(absl::StrCat(path, ".shape[1]"),
+                        absl::StrCat(input.shape(1), " columns, expected ", named->cols));
     }
     SPMMD_ASSIGN_OR_RETURN(std::optional<pb::RegionSlice> slice, ReadSlice(input.parameters(), path));
 
@@ -322,11 +326,11 @@ absl::Status ToExecute(const Model& model, ModelInferRequest* request, pb::Execu
   SPMMD_RETURN_IF_ERROR(TakeInputs(model, request, execute, context));
   std::vector<DType> dtypes;
   for (const ModelTensor& output : model.outputs) dtypes.push_back(output.dtype);
-  if (model.layer != nullptr) dtypes[0] = *FromProto(execute->inputs(0).dense().dtype());
+  if (model.is_layer()) dtypes[0] = *FromProto(execute->inputs(0).dense().dtype());
   std::vector<std::optional<pb::RegionSlice>> slices;
   SPMMD_RETURN_IF_ERROR(TakeOutputs(model, *request, dtypes, &slices, context));
 
-  if (model.layer != nullptr) {
+  if (model.is_layer()) {
     pb::Program& program = *execute->mutable_program();
     program.add_inputs(std::string(kLayerInput));
     pb::Step& step = *program.add_steps();
@@ -345,8 +349,7 @@ absl::Status ToExecute(const Model& model, ModelInferRequest* request, pb::Execu
     execute->set_program_id(model.name);
   }
   for (size_t o = 0; o < model.outputs.size(); ++o) {
-    pb::OutputSpec& spec =
-        model.layer != nullptr ? *execute->mutable_program()->add_outputs() : *execute->add_outputs();
+    pb::OutputSpec& spec = model.is_layer() ? *execute->mutable_program()->add_outputs() : *execute->add_outputs();
     spec.set_step(model.outputs[o].name);
     spec.set_dtype(ToProto(dtypes[o]));
     if (slices[o].has_value()) *spec.mutable_region() = *std::move(slices[o]);

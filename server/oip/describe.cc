@@ -31,7 +31,7 @@ inference::DataType ToDataType(DType dtype) {
 // Every version of a model's name that is served, newest first.
 std::vector<std::string> VersionsOf(const RpcContext& rpc, const Model& model) {
   std::vector<std::string> versions;
-  if (model.layer == nullptr) return {absl::StrCat(model.version)};
+  if (!model.is_layer()) return {absl::StrCat(model.version)};
   pb::ListLayersRequest request;
   request.set_name_prefix(model.name);
   pb::ListLayersResponse page;
@@ -123,7 +123,7 @@ absl::Status DescribeConfig(const RpcContext& rpc, const inference::ModelConfigR
     output.add_dims(tensor.cols);
   }
   config.mutable_model_transaction_policy()->set_decoupled(false);
-  if (model.layer != nullptr && model.layer->deterministic()) return absl::OkStatus();
+  if (model.is_layer() && model.layer->deterministic()) return absl::OkStatus();
   inference::ModelDynamicBatching& batching = *config.mutable_dynamic_batching();
   const absl::Duration delay = rpc.catalog->devices().front()->executor().options().max_delay;
   batching.set_max_queue_delay_microseconds(static_cast<uint64_t>(absl::ToInt64Microseconds(delay)));
@@ -157,7 +157,7 @@ absl::Status DescribeStatistics(const OipContext& oip, const inference::ModelSta
     std::shared_ptr<const ModelNumbers> numbers = oip.statistics.Find(model);
     if (numbers == nullptr) numbers = std::make_shared<ModelNumbers>();
     numbers->Describe(&stats);
-    if (model.layer == nullptr) continue;
+    if (!model.is_layer()) continue;
     pb::Layer layer;
     model.layer->Describe(/*full=*/false, &layer);
     for (const pb::LayerResidency& residency : layer.residency()) {

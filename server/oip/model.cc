@@ -53,31 +53,12 @@ absl::StatusOr<Model> ProgramModel(const std::string& id, Engine::ProgramView pr
 
 bool Model::healthy() const {
   const auto well = [](const auto* device) { return device->healthy(); };
-  if (program != nullptr) {
+  if (!is_layer()) {
     return program->sharded ? absl::c_all_of(program->devices, well) : absl::c_any_of(program->devices, well);
   }
   const LayerContent& content = layer->content();
   const auto copy_well = [](const LayerContent::Copy& copy) { return copy.device->healthy(); };
   return content.sharded() ? absl::c_all_of(content.copies, copy_well) : absl::c_any_of(content.copies, copy_well);
-}
-
-std::optional<DType> FromDatatype(absl::string_view datatype) {
-  if (datatype == "FP16") return DType::kF16;
-  if (datatype == "BF16") return DType::kBf16;
-  if (datatype == "FP32") return DType::kF32;
-  return std::nullopt;
-}
-
-absl::string_view ToDatatype(DType dtype) {
-  switch (dtype) {
-    case DType::kF16:
-      return "FP16";
-    case DType::kBf16:
-      return "BF16";
-    case DType::kF32:
-      return "FP32";
-  }
-  return "";
 }
 
 absl::StatusOr<Model> FindModel(const LayerCatalog& catalog, Engine& engine, const std::string& name,

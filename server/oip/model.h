@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "kernels/base/dtype.h"
 #include "server/catalog/catalog.h"
 #include "server/engine/engine.h"
+#include "server/oip/datatype.h"
 
 namespace spmmd::server {
 
@@ -42,13 +42,10 @@ struct Model {
   std::vector<ModelTensor> inputs;
   std::vector<ModelTensor> outputs;
 
+  bool is_layer() const { return program == nullptr; }
   // Whether requests for it would find a device.
   bool healthy() const;
 };
-
-// "FP16", "BF16", "FP32"; nullopt for all else.
-std::optional<DType> FromDatatype(absl::string_view datatype);
-absl::string_view ToDatatype(DType dtype);
 
 // The layer or, when there is none of that name, the program. An empty version is the newest. INVALID_ARGUMENT naming
 // `name_field` or `version_field`; NOT_FOUND; FAILED_PRECONDITION for a layer of another shard, and for a program that

@@ -148,7 +148,7 @@ SPMMD_OIP_METHOD(RepositoryModelLoad, RunBlocking, {
   SPMMD_RETURN_IF_ERROR(CheckControl(in, ""));
   SPMMD_ASSIGN_OR_RETURN(const Model model,
                          FindModel(*rpc_.catalog, *rpc_.engine, in.model_name(), "", "model_name", ""));
-  if (model.layer == nullptr) return absl::OkStatus();  // planned just now
+  if (!model.is_layer()) return absl::OkStatus();  // planned just now
   pb::WarmLayerRequest warm;
   warm.mutable_layer()->set_name(model.name);
   pb::WarmLayerResponse warmed;
@@ -157,7 +157,7 @@ SPMMD_OIP_METHOD(RepositoryModelLoad, RunBlocking, {
 SPMMD_OIP_METHOD(RepositoryModelUnload, RunBlocking, {
   SPMMD_RETURN_IF_ERROR(CheckControl(in, "unload_dependents"));
   SPMMD_ASSIGN_OR_RETURN(Model model, FindModel(*rpc_.catalog, *rpc_.engine, in.model_name(), "", "model_name", ""));
-  if (model.layer == nullptr) {
+  if (!model.is_layer()) {
     pb::UnregisterProgramRequest unregister;
     unregister.set_program_id(model.name);
     return rpc_.engine->UnregisterProgram(unregister);

@@ -8,8 +8,8 @@
 
 namespace spmmd::server {
 
-// The reactor of one stream (pipelined_stream.h); deletes itself. A request whose id is in flight already is answered by
-// INVALID_ARGUMENT.
+// The reactor of one stream (pipelined_stream.h); deletes itself. A request whose id is in flight already is answered
+// by INVALID_ARGUMENT.
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* NewExecuteStreamCall(RpcContext& rpc, const Method& method,
                                                                                   grpc::CallbackServerContext* context);
 
