@@ -185,13 +185,13 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   constexpr double kLaunchUs = 3;
   constexpr double kBytesPerUsPerSm = 30e3;
   constexpr double kActivationBytesPerUs = 21e6;  // of all SMs, from L2
-  constexpr double kPartialBytesPerUs = 4e6;
   constexpr double kSecondKernelUs = 1.3;
   constexpr double kTileUs = 0.5;
   constexpr double kPairUs = 0.8;
   constexpr double kShortRing = 1.03;    // fewer boxes than two chunks have columns
   constexpr double kShallowRing = 1.35;  // or than one
   constexpr double kOneStage = 1.8;      // a warp waits for each chunk: only where a dense one is too large for two
+  const double partial_bytes_per_us = tokens <= 64 ? 4e6 : 8e6;
   // Decoding and multiplying: the shared memory's limit, from 128 tokens on the tensor cores'.
   const double elements_per_us = tokens <= 8     ? 29e3
                                  : tokens <= 16  ? 27.5e3
@@ -259,7 +259,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
         if (paired) us += kPairUs * plan.rounds;
         if (plan.leftovers > 0) {
           us += kSecondKernelUs +
-                static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / kPartialBytesPerUs;
+                static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / partial_bytes_per_us;
         }
         if (best.ctas == 0 || us < best.us) {
           plan.share = static_cast<int>(int64_t{plan.leftovers} * plan.units / ctas);
