@@ -2,6 +2,7 @@
 # it needs and ends on its own.
 #   make demo       serve a real model's pruned layers, multiply, check, show
 #   make test       build everything and run every test that needs no GPU
+#   make test-oip   the tests with Triton's client alone
 #   make bench      CPU benchmarks beside OpenBLAS, into bench-results/
 #   make bench-gpu  the same on a GPU beside cuBLASLt
 #   make test-gpu   the GPU tests, plain and under compute-sanitizer
@@ -23,7 +24,7 @@ VENV := .venv/bin
 export CCACHE_BASEDIR := $(CURDIR)
 export CCACHE_NOHASHDIR := true
 
-.PHONY: setup configure build demo test bench bench-gpu test-gpu asan tsan lint format fuzz dist clean
+.PHONY: setup configure build demo test test-oip bench bench-gpu test-gpu asan tsan lint format fuzz dist clean
 
 setup:
 	@scripts/setup.sh
@@ -43,8 +44,14 @@ demo: configure
 test: build
 	@ctest --test-dir build --output-on-failure -LE gpu -j $(JOBS) $(CTEST_ARGS)
 	@$(VENV)/python -m pytest -q tests/python
+	@$(MAKE) --no-print-directory test-oip
 	@scripts/setup.sh --ops
 	@$(VENV)/python -m pytest -q -c tests/operate/pytest.ini tests/operate
+
+# Needs the server built.
+test-oip:
+	@scripts/setup.sh --triton
+	@.venv/triton/bin/python -m pytest -q -c tests/oip/pytest.ini tests/oip
 
 bench: build
 	@scripts/bench_cpu.sh

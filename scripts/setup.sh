@@ -5,10 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # --dev adds the linters and clang with its fuzzing runtime; --ops what the operators' tests use: Prometheus, helm, Kubernetes'
-# schemas, the Grafana SDK.
+# schemas, the Grafana SDK; --triton an environment of its own for tests/oip: Triton's client and perf_analyzer.
 package_lists=(scripts/apt-packages.txt)
 requirements=(scripts/requirements.txt)
 ops=0
+triton=0
 for option in "$@"; do
   case "$option" in
     --dev)
@@ -19,6 +20,10 @@ for option in "$@"; do
       package_lists+=(scripts/apt-packages-ops.txt)
       requirements+=(scripts/requirements-ops.txt)
       ops=1
+      ;;
+    --triton)
+      package_lists+=(scripts/apt-packages-triton.txt)
+      triton=1
       ;;
     *) echo "setup: unknown option $option" >&2; exit 2 ;;
   esac
@@ -50,3 +55,18 @@ if [ ! -e "$stamp" ]; then
   touch "$stamp"
 fi
 if [ "$ops" -eq 1 ] && ! scripts/get_helm.sh; then echo "setup: no helm; its tests will skip" >&2; fi
+
+if [ "$triton" -eq 1 ]; then
+  stamp=".venv/triton/.installed-$(cat scripts/requirements-triton.txt scripts/requirements-perf-analyzer.txt | sha256sum | cut -c1-16)"
+  if [ ! -e "$stamp" ]; then
+    echo "setup: creating .venv/triton"
+    "${PYTHON:-/usr/bin/python3}" -m venv .venv/triton
+    .venv/triton/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/requirements-triton.txt
+    # Its wheels are for x86-64; elsewhere the test that runs perf_analyzer skips.
+    if [ "$(uname -m)" = x86_64 ]; then
+      .venv/triton/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+        --target .venv/triton/perf_analyzer -r scripts/requirements-perf-analyzer.txt
+    fi
+    touch "$stamp"
+  fi
+fi
