@@ -212,7 +212,7 @@ absl::Status LayerCatalog::Pin(const pb::PinLayerRequest& request, pb::PinLayerR
   // Before it is loaded, so that nothing evicts it in between.
   layer->set_pinned(request.pinned());
   if (request.pinned()) {
-    const absl::Status loaded = residency_.Load(layer->content(), [] { return absl::OkStatus(); }).status();
+    absl::Status loaded = residency_.Load(layer->content(), [] { return absl::OkStatus(); }).status();
     if (!loaded.ok()) {
       layer->set_pinned(was_pinned);
       return loaded;

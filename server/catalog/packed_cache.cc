@@ -188,7 +188,7 @@ absl::Status PackedCache::Store(const Key& key, const StoredLayer& part, const s
   file.bias = part.bias;
   file.metadata[kKeyField] = HashOf(key);
   file.metadata[kReasonField] = format_reason;
-  const absl::Status written = WriteLayerFile(InDirectory(name), file);
+  absl::Status written = WriteLayerFile(InDirectory(name), file);
   if (written.ok()) metrics_->CacheEvent("store");
   absl::MutexLock lock(&mutex_);
   --files_[name].holds;

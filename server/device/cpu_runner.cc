@@ -78,7 +78,7 @@ void Workspace::EndRun() {
 }
 
 absl::Status CpuRunner::Run(absl::Span<Job* const> jobs) {
-  const absl::Status status = GuardHostMemory([&]() -> absl::Status {
+  absl::Status status = GuardHostMemory([&]() -> absl::Status {
     if (jobs.size() > 1) return RunJoined(jobs);
     return jobs[0]->rows == 0 ? absl::OkStatus() : RunSteps(*jobs[0]);
   });
@@ -223,7 +223,7 @@ absl::Status CpuRunner::RunMatmul(const PlanStep& step, const Value& x, const Mu
   SPMMD_ASSIGN_OR_RETURN(const int block, workspace_.Take(Fp32Bytes(job.rows, layer.k())));
   const MutableDenseView dense = Fp32View(workspace_.data(block), job.rows, layer.k());
   Scatter(*rows, dense);
-  const absl::Status status = Launch(layer, dense.Const(), epilogue, y, job);
+  absl::Status status = Launch(layer, dense.Const(), epilogue, y, job);
   workspace_.Give(block);
   return status;
 }
