@@ -180,7 +180,11 @@ absl::Status CudaRunner::LaunchSteps(const Job& job, int64_t rows) {
   const Plan& plan = *job.plan;
   for (size_t s = 0; s < plan.steps.size(); ++s) {
     if (planned_[s].y.block == Block::kNone) continue;  // nobody reads it
-    SPMMD_RETURN_IF_ERROR(LaunchStep(job, plan.steps[s], planned_[s], rows));
+    if (planned_[s].group > 1) {
+      SPMMD_RETURN_IF_ERROR(LaunchGroup(job, s, rows));
+    } else if (planned_[s].group == 1) {
+      SPMMD_RETURN_IF_ERROR(LaunchStep(job, plan.steps[s], planned_[s], rows));
+    }
     for (size_t o = 0; o < plan.outputs.size(); ++o) {
       const Value& y = planned_[s].y;
       const Value& output = output_values_[o];
@@ -497,6 +501,7 @@ absl::Status CudaRunner::PlaceSteps(const Job& job, int64_t rows, bool use_shado
       if (plan.steps[static_cast<size_t>(earlier)].last_use == s && y.block == Block::kWork) layout.Give(y.offset);
     }
   }
+  GroupSteps(job, scratch_bytes);
   *work_bytes = layout.size();
   return absl::OkStatus();
 }
@@ -566,33 +571,100 @@ absl::Status CudaRunner::LaunchMatmul(const Job& job, const PlanStep& step, cons
     SPMMD_RETURN_IF_ERROR(LaunchCopy(*x, planned.filter, *step.activation_threshold, rows));
     x = &planned.filter;
   }
+  const spmmd_cuda_matmul call = CallOf(layer, step, planned, *x);
+  SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().launch(planned.layer, planned.kernel, &call, stream_)));
+  return Mark(LaunchedOf(layer, planned, *x, rows));
+}
+
+spmmd_cuda_matmul CudaRunner::CallOf(const CudaLayer& layer, const PlanStep& step, const Planned& planned,
+                                     const Value& x) const {
   spmmd_cuda_matmul call = planned.call;
   if (call.x_indices != nullptr) {
-    call.x_indices = reinterpret_cast<const uint32_t*>(inputs_.data() + x->indices_offset);
-    call.x_values = reinterpret_cast<const float*>(inputs_.data() + x->values_offset);
+    call.x_indices = reinterpret_cast<const uint32_t*>(inputs_.data() + x.indices_offset);
+    call.x_values = reinterpret_cast<const float*>(inputs_.data() + x.values_offset);
   } else {
-    call.x = At(*x);
+    call.x = At(x);
   }
   if (step.use_bias) call.bias = layer.bias();
   if (!timed_) call.flags |= SPMMD_CUDA_FLAG_CHAIN;
   call.y = At(planned.y);
   call.workspace = scratch_.data();
   call.workspace_bytes = scratch_bytes_;
-  SPMMD_RETURN_IF_ERROR(context_->Check(context_->cuda().launch(planned.layer, planned.kernel, &call, stream_)));
-  const bool indexed = call.x_indices != nullptr;
+  return call;
+}
+
+CudaRunner::Launched CudaRunner::LaunchedOf(const CudaLayer& layer, const Planned& planned, const Value& x,
+                                            int64_t rows) const {
+  const bool indexed = planned.call.x_indices != nullptr;
   const bool shadowed = planned.shadow != 0;
   auto weights = static_cast<double>(shadowed ? layer.m() * layer.k() * 2 : static_cast<int64_t>(layer.bytes()));
   auto nonzeros = static_cast<double>(shadowed ? layer.m() * layer.k() : layer.nnz());
   if (indexed) {
-    const double share = static_cast<double>(x->nnz) / static_cast<double>(layer.k());
+    const double share = static_cast<double>(x.nnz) / static_cast<double>(layer.k());
     weights *= share;
     nonzeros *= share;
   }
-  const uint64_t x_bytes = indexed ? static_cast<uint64_t>(x->nnz) * 8 : TensorBytes(x->dtype, rows, x->cols);
-  return Mark({context_->cuda().kernel_name(planned.kernel), Name(shadowed ? Format::kDense : layer.format()).data(),
-               static_cast<int64_t>(weights) +
-                   static_cast<int64_t>(x_bytes + TensorBytes(planned.y.dtype, rows, planned.y.cols)),
-               static_cast<int64_t>(2.0 * nonzeros * static_cast<double>(rows))});
+  const uint64_t x_bytes = indexed ? static_cast<uint64_t>(x.nnz) * 8 : TensorBytes(x.dtype, rows, x.cols);
+  return {context_->cuda().kernel_name(planned.kernel), Name(shadowed ? Format::kDense : layer.format()).data(),
+          static_cast<int64_t>(weights) +
+              static_cast<int64_t>(x_bytes + TensorBytes(planned.y.dtype, rows, planned.y.cols)),
+          static_cast<int64_t>(2.0 * nonzeros * static_cast<double>(rows))};
+}
+
+void CudaRunner::GroupSteps(const Job& job, uint64_t* scratch_bytes) {
+  const std::vector<PlanStep>& steps = job.plan->steps;
+  // Results of a group are written while its x is still read, and converted to other types after it: none of them may
+  // lie where an earlier one of the group is converted from.
+  const auto may_join = [&](size_t s) {
+    const Planned& planned = planned_[s];
+    return steps[s].op == PlanStep::Op::kMatmul && !planned.filtered &&
+           (planned.y.block == Block::kOutputs || (planned.y.block == Block::kWork && steps[s].last_use >= 0));
+  };
+  for (size_t first = 0; first < steps.size(); ++first) {
+    if (!may_join(first)) continue;
+    const spmmd_cuda_layer* layers[kMaxGroup] = {planned_[first].layer};
+    spmmd_cuda_matmul calls[kMaxGroup] = {planned_[first].call};
+    size_t count = 1;
+    for (size_t s = first + 1; s < steps.size() && count < kMaxGroup; ++s) {
+      if (!may_join(s) || steps[s].left != steps[first].left || planned_[s].kernel != planned_[first].kernel) break;
+      layers[count] = planned_[s].layer;
+      calls[count] = planned_[s].call;
+      uint64_t bytes = 0;
+      // Refused where the kernel has no groups, or these layers do not go together.
+      if (context_->cuda().group_workspace_bytes(layers, planned_[first].kernel, calls, static_cast<int32_t>(count + 1),
+                                                 &bytes) != SPMMD_CUDA_OK) {
+        break;
+      }
+      *scratch_bytes = std::max(*scratch_bytes, bytes);
+      ++count;
+    }
+    planned_[first].group = static_cast<int>(count);
+    for (size_t s = first + 1; s < first + count; ++s) planned_[s].group = 0;
+    first += count - 1;
+  }
+}
+
+absl::Status CudaRunner::LaunchGroup(const Job& job, size_t first, int64_t rows) {
+  const size_t count = static_cast<size_t>(planned_[first].group);
+  const spmmd_cuda_layer* layers[kMaxGroup];
+  spmmd_cuda_matmul calls[kMaxGroup];
+  Launched all;
+  for (size_t i = 0; i < count; ++i) {
+    const PlanStep& step = job.plan->steps[first + i];
+    const Planned& planned = planned_[first + i];
+    const auto& layer = static_cast<const CudaLayer&>(*job.layers[static_cast<size_t>(step.layer)]);
+    const Value& x = values_[static_cast<size_t>(step.left)];
+    layers[i] = planned.layer;
+    calls[i] = CallOf(layer, step, planned, x);
+    const Launched one = LaunchedOf(layer, planned, x, rows);
+    all.kernel = one.kernel;
+    all.format = one.format;
+    all.bytes += one.bytes;
+    all.flops += one.flops;
+  }
+  SPMMD_RETURN_IF_ERROR(context_->Check(
+      context_->cuda().launch_group(layers, planned_[first].kernel, calls, static_cast<int32_t>(count), stream_)));
+  return Mark(all);
 }
 
 absl::Status CudaRunner::RecordEvent(size_t index) {

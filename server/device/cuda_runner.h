@@ -145,7 +145,8 @@ class CudaRunner {
     int32_t kernel = -1;
     const spmmd_cuda_layer* layer = nullptr;  // what is multiplied: the layer or its shadow
     uint64_t shadow = 0;                      // serial number of the shadow; 0: the layer itself
-    bool filtered = false;                    // x goes through a copy that drops what is under the threshold
+    int group = 1;          // steps from this one on that share its launch; 0: launched with an earlier one
+    bool filtered = false;  // x goes through a copy that drops what is under the threshold
     Value filter;
   };
   // What a recorded run depends on.
@@ -170,6 +171,7 @@ class CudaRunner {
     std::vector<Launched> launched;
   };
   static constexpr size_t kMaxGraphs = 64;
+  static constexpr size_t kMaxGroup = 4;  // layers of one launch
   static constexpr int64_t kTimedEvery = 16;
   // Copies of up to this size are made by kernels.
   static constexpr uint64_t kKernelCopyBytes = uint64_t{64} << 10;
@@ -191,6 +193,8 @@ class CudaRunner {
   // Sets the kernel and the layer that it reads, by what was measured of layers of that shape.
   absl::Status ChooseKernel(const CudaLayer& layer, bool deterministic, bool use_shadows, Planned* planned,
                             uint64_t* scratch_bytes);
+  // Finds neighbouring matmuls of one x (q, k and v; gate and up) whose kernel takes them in one launch.
+  void GroupSteps(const Job& job, uint64_t* scratch_bytes);
   // Has cublasLt use the candidate that was the fastest.
   void UseCandidate(const spmmd_cuda_layer* dense, const CudaLayer& layer, const CudaWidth& width,
                     const spmmd_cuda_matmul& call);
@@ -209,6 +213,11 @@ class CudaRunner {
   void DropGraph(Graph* graph);
   absl::Status LaunchStep(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows);
   absl::Status LaunchMatmul(const Job& job, const PlanStep& step, const Planned& planned, int64_t rows);
+  absl::Status LaunchGroup(const Job& job, size_t first, int64_t rows);
+  // The call with its pointers.
+  spmmd_cuda_matmul CallOf(const CudaLayer& layer, const PlanStep& step, const Planned& planned, const Value& x) const;
+  // What the launch of the call is to the metrics.
+  Launched LaunchedOf(const CudaLayer& layer, const Planned& planned, const Value& x, int64_t rows) const;
   absl::Status LaunchCopy(const Value& from, const Value& to, float threshold, int64_t rows);
   absl::Status LaunchElementwise(spmmd_cuda_elementwise_call* call, const char* name);
   // Where the outputs' bytes go.

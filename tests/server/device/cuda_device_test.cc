@@ -375,7 +375,9 @@ TEST_F(CudaDeviceTest, RefusesWhatDoesNotFit) {
   EXPECT_EQ(core.device->budget().used(), 0);
   // A request whose intermediates do not fit fails alone.
   const DenseMatrix small = RandomMatrix(DType::kF16, 64, 64, 0.5, 1);
-  ASSERT_TRUE(core.Register("small", small.view()).ok());
+  pb::LayerSpec spec = DenseSpec("small", small.view());
+  spec.set_format(pb::FORMAT_BITMAP);  // AUTO's choice, DENSE, needs cublasLt's workspace
+  ASSERT_TRUE(core.Register(spec, small.view()).ok());
   const DenseMatrix wide = RandomMatrix(DType::kF16, 60000, 64, 0, 2);
   pb::ExecuteResponse response;
   EXPECT_EQ(core.Execute(MatmulRequest("small", wide.view()), &response).code(), absl::StatusCode::kResourceExhausted);

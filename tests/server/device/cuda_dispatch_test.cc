@@ -36,7 +36,7 @@ class CudaDispatchTest : public testing::CudaTest {
     ASSERT_TRUE(layer.ok()) << layer.status();
   }
   void Check(CudaCore& core, const std::string& name, const DenseMatrix& w, int64_t n) {
-    const DenseMatrix x = RandomMatrix(DType::kF16, n, w.cols(), 0, static_cast<uint32_t>(n));
+    const DenseMatrix x = RandomMatrix(w.dtype(), n, w.cols(), 0, static_cast<uint32_t>(n));
     pb::ExecuteResponse response;
     const absl::Status status = core.Execute(MatmulRequest(name, x.view()), &response);
     ASSERT_TRUE(status.ok()) << status;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -108,6 +109,39 @@ TEST_F(CudaFaultTest, RepeatedRequestsAreReplayedAndNeverStale) {
     }
     EXPECT_EQ(replays() - before, 10);  // all but the first of two rows and the first of one
     ASSERT_TRUE(testing::UnregisterFrom(core.catalog, "w").ok());
+  }
+}
+
+TEST_F(CudaFaultTest, LayersOfOneInputShareALaunch) {
+  const auto groups = Control<decltype(fake_cuda_groups)>("fake_cuda_groups");
+  const auto launches = Control<decltype(fake_cuda_launches)>("fake_cuda_launches");
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix x = RandomMatrix(DType::kF16, 1, 48, 0, 2);
+  pb::ExecuteRequest request = MatmulRequest("q", x.view());
+  std::vector<DenseMatrix> weights;
+  for (const char* name : {"q", "k", "v"}) {
+    weights.push_back(RandomMatrix(DType::kF16, 40 + static_cast<int64_t>(weights.size()), 48, 0.5, 7));
+    pb::LayerSpec spec = testing::DenseSpec(name, weights.back().view());
+    spec.set_format(pb::FORMAT_ROW_STREAM);
+    ASSERT_TRUE(core.Register(spec, weights.back().view()).ok());
+    if (weights.size() == 1) continue;
+    testing::AddMatmul(request.mutable_program(), name, name, "x");
+    request.mutable_program()->add_outputs()->set_step(name);
+  }
+  for (int round = 0; round < 3; ++round) {  // the last ones are replayed
+    const int64_t groups_before = groups();
+    const int64_t launches_before = launches();
+    pb::ExecuteResponse response;
+    const absl::Status status = core.Execute(request, &response);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(launches() - launches_before, 3);
+    EXPECT_EQ(groups() - groups_before, round == 0 ? 1 : 0);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_TRUE(CompareToReference(testing::ViewOf(response.outputs(i).tensor()),
+                                     ReferenceMatmul(weights[static_cast<size_t>(i)].view(), x.view()),
+                                     DefaultTolerance(DType::kF32, 48))
+                      .ok());
+    }
   }
 }
 

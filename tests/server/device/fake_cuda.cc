@@ -48,6 +48,7 @@ std::array<std::atomic<uint64_t>, kMaxDevices> allocated;
 std::atomic<int32_t> launches_to_fail;
 std::atomic<int64_t> launches;
 std::atomic<int64_t> last_tokens;
+std::atomic<int64_t> groups;
 std::mutex blocks_mutex;
 std::map<void*, uint64_t> blocks;
 thread_local std::string last_error;
@@ -143,6 +144,7 @@ void fake_cuda_fail_graphs(int32_t fail) { graphs_fail = fail != 0; }
 int64_t fake_cuda_replays(void) { return replays; }
 int64_t fake_cuda_launches(void) { return launches; }
 int64_t fake_cuda_last_tokens(void) { return last_tokens; }
+int64_t fake_cuda_groups(void) { return groups; }
 
 int32_t spmmd_cuda_abi_version(void) { return SPMMD_CUDA_ABI_VERSION; }
 uint64_t spmmd_cuda_cublaslt_version(void) { return 1; }
@@ -500,15 +502,33 @@ spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kerne
   }
   return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_group_workspace_bytes(const spmmd_cuda_layer* const* /*layers*/, int32_t /*kernel*/,
-                                                   const spmmd_cuda_matmul* /*calls*/, int32_t /*count*/,
-                                                   uint64_t* /*bytes*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "groups");
+spmmd_cuda_status spmmd_cuda_group_workspace_bytes(const spmmd_cuda_layer* const* layers, int32_t kernel,
+                                                   const spmmd_cuda_matmul* calls, int32_t count, uint64_t* bytes) {
+  if (kernel != 2) return Fail(SPMMD_CUDA_UNIMPLEMENTED, "this kernel has no groups");
+  if (count < 1 || count > 4) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "count");
+  for (int32_t i = 1; i < count; ++i) {
+    if (layers[i]->packed.k != layers[0]->packed.k || layers[i]->packed.dtype != layers[0]->packed.dtype) {
+      return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "layers: they do not go together");
+    }
+  }
+  return spmmd_cuda_workspace_bytes(layers[0], kernel, calls, bytes);
 }
-spmmd_cuda_status spmmd_cuda_launch_group(const spmmd_cuda_layer* const* /*layers*/, int32_t /*kernel*/,
-                                          const spmmd_cuda_matmul* /*calls*/, int32_t /*count*/,
-                                          spmmd_cuda_stream /*stream*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "groups");
+spmmd_cuda_status spmmd_cuda_launch_group(const spmmd_cuda_layer* const* layers, int32_t kernel,
+                                          const spmmd_cuda_matmul* calls, int32_t count, spmmd_cuda_stream stream) {
+  uint64_t bytes = 0;
+  if (const spmmd_cuda_status status = spmmd_cuda_group_workspace_bytes(layers, kernel, calls, count, &bytes);
+      status != SPMMD_CUDA_OK) {
+    return status;
+  }
+  if (recording == nullptr) ++groups;
+  for (int32_t i = 0; i < count; ++i) {
+    if (calls[i].x != calls[0].x) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "x: differs within the group");
+    if (const spmmd_cuda_status status = spmmd_cuda_launch(layers[i], kernel, &calls[i], stream);
+        status != SPMMD_CUDA_OK) {
+      return status;
+    }
+  }
+  return SPMMD_CUDA_OK;
 }
 spmmd_cuda_status spmmd_cuda_dense_tune(const spmmd_cuda_layer* /*layer*/, const spmmd_cuda_matmul* /*call*/,
                                         spmmd_cuda_stream /*stream*/) {

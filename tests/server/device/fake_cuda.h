@@ -22,6 +22,8 @@ uint64_t fake_cuda_allocated(int32_t device);
 // Matmul launches since the library was loaded, and the tokens of the last one.
 int64_t fake_cuda_launches(void);
 int64_t fake_cuda_last_tokens(void);
+// Launches of several layers at once, replays left out.
+int64_t fake_cuda_groups(void);
 }
 
 #endif  // SPMMD_TESTS_SERVER_DEVICE_FAKE_CUDA_H_
