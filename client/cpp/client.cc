@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/connection.h"
+#include "client/cpp/region_transport.h"
 #include "client/cpp/status.h"
 #include "client/cpp/upload.h"
 #include "grpc/health/v1/health.grpc.pb.h"
@@ -48,7 +49,8 @@ struct Client::State {
         catalog(v1::LayerCatalog::NewStub(connection->channel())),
         matmul(v1::SparseMatmul::NewStub(connection->channel())),
         health(::grpc::health::v1::Health::NewStub(connection->channel())),
-        shared(connection, matmul.get()) {}
+        shared(connection, matmul.get()),
+        transport(&shared) {}
 
   // One unary call of any of the services.
   template <typename Stub, typename Request, typename Response>
@@ -87,6 +89,7 @@ struct Client::State {
   std::unique_ptr<v1::SparseMatmul::Stub> matmul;
   std::unique_ptr<::grpc::health::v1::Health::Stub> health;
   SharedMemory shared;
+  RegionTransport transport;
 };
 
 Client::Client(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -230,7 +233,11 @@ absl::StatusOr<MatmulResult> Client::MatmulInput(std::string_view layer, absl::S
 }
 
 absl::StatusOr<v1::ExecuteResponse> Client::Execute(const v1::ExecuteRequest& request, const CallOptions& call) {
-  return state_->Matmul(&v1::SparseMatmul::Stub::Execute, request, call);
+  const auto send = [&](const v1::ExecuteRequest& message) {
+    return state_->Matmul(&v1::SparseMatmul::Stub::Execute, message, call);
+  };
+  if (!state_->connection->local() || !state_->connection->options().shared_memory) return send(request);
+  return state_->transport.Execute(request, send);
 }
 
 absl::StatusOr<v1::ExecuteResponse> Client::Execute(const v1::Program& program,

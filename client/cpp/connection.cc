@@ -134,6 +134,7 @@ absl::StatusOr<std::shared_ptr<Connection>> Connection::Open(std::string_view ad
   std::shared_ptr<Connection> connection(
       new Connection(grpc::CreateCustomChannel(target, credentials, arguments), options));
   if (absl::StatusOr<std::string> token = connection->Token(); !token.ok()) return token.status();
+  connection->local_ = IsLocal(target);
   return connection;
 }
 

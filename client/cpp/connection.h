@@ -25,6 +25,8 @@ class Connection {
 
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
   const ClientOptions& options() const { return options_; }
+  // The address never leaves this host; false when it is not known.
+  bool local() const { return local_; }
 
   // Sets deadline, wait-for-ready, token, and the header that gateways route by: the layer that the call is about, if
   // any. Fails when the token file cannot be read.
@@ -39,6 +41,7 @@ class Connection {
 
   const std::shared_ptr<grpc::Channel> channel_;
   const ClientOptions options_;
+  bool local_ = false;
   absl::Mutex mutex_;
   std::string token_ ABSL_GUARDED_BY(mutex_);
   absl::Time token_read_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();

@@ -43,6 +43,9 @@ struct ClientOptions {
   // Bytes of a chunk in an upload, 1 to 4 MiB. 1 MiB was the fastest over loopback.
   size_t chunk_bytes = size_t{1} << 20;
 
+  // Large tensors travel through shared memory when the server is on this host and allows it (docs/shared-memory.md).
+  bool shared_memory = true;
+
   // Whatever else gRPC offers (compression, load balancing, reconnection). These win over what the client itself sets:
   // unlimited message sizes, an own connection for every Client, a keepalive ping every minute while calls are in
   // flight, no HTTP proxy for an address on this host.

@@ -437,6 +437,35 @@ TEST_F(RegionTest, RegistrationsLeaveNoFilesAndNoMappings) {
   EXPECT_EQ(Regions(), 0);
 }
 
+TEST_F(RegionTest, TheClientMovesLargeTensorsThroughRegions) {
+  constexpr int64_t kLarge = 4096;  // rows: x has 640 KiB, y 384 KiB
+  const std::vector<float> x = RandomVector(kLarge * kK, 5);
+  const std::vector<double> expected = layer_.Reference(x, kLarge);
+  auto client = *client::Client::Connect(server_.address());
+  for (int call = 0; call < 3; ++call) {
+    const auto result = client->Matmul("w", client::DenseRows::F32(x, kLarge, kK));
+    ASSERT_TRUE(result.ok()) << result.status();
+    const absl::Span<const float> y = result->y.As<float>();
+    ExpectClose({y.begin(), y.end()}, expected);
+    EXPECT_EQ(Regions(), 1);
+  }
+  // A server that no longer knows the region: the client goes on.
+  const TestLayer other = TestLayer::Random(30, kK, 8);
+  ASSERT_TRUE(server_.Register("w", other).ok());
+  const auto result = client->Matmul("w", client::DenseRows::F32(x, kLarge, kK));
+  ASSERT_TRUE(result.ok()) << result.status();
+  const absl::Span<const float> y = result->y.As<float>();
+  ExpectClose({y.begin(), y.end()}, other.Reference(x, kLarge));
+  client.reset();
+  EXPECT_TRUE(TestServer::Eventually([&] { return Regions() == 0; }));
+
+  client::ClientOptions options;
+  options.shared_memory = false;
+  client = *client::Client::Connect(server_.address(), options);
+  ASSERT_TRUE(client->Matmul("w", client::DenseRows::F32(x, kLarge, kK)).ok());
+  EXPECT_EQ(Regions(), 0);
+}
+
 class RegionLimitsTest : public RegionTest {
  protected:
   RegionLimitsTest()
