@@ -22,6 +22,7 @@
 #include "server/device/cpu_device.h"
 #include "server/device/cuda_device.h"
 #include "server/device/host_memory.h"
+#include "server/errors.h"
 #include "server/log/log.h"
 #include "server/metrics/nvml.h"
 #include "server/rpc/credentials.h"
@@ -115,7 +116,8 @@ absl::Status App::Init() {
   rpc_.backend = backend_;
   SPMMD_RETURN_IF_ERROR(StartMetricsEndpoint());
   oip_ = std::make_unique<OipService>(&rpc_);
-  SPMMD_ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start(options_, &rpc_, {{"inference.GRPCInferenceService", oip_.get()}}));
+  SPMMD_ASSIGN_OR_RETURN(rpc_server_,
+                         RpcServer::Start(options_, &rpc_, {{"inference.GRPCInferenceService", oip_.get()}}));
   WatchDevices();
   return absl::OkStatus();
 }
@@ -126,6 +128,11 @@ void App::StartSharedMemory() {
   regions.max_regions = options_.max_regions;
   regions.max_bytes = options_.max_region_bytes;
   regions.prefix = options_.shared_memory_prefix;
+  if (backend_ == "cuda") {
+    regions.open_device_memory = [this](const std::string& handle, const std::string& uuid) {
+      return OpenDeviceMemory(handle, uuid);
+    };
+  }
   regions_ = std::make_unique<RegionPool>(std::move(regions));
   connections_ = std::make_unique<Connections>(regions_.get());
   rpc_.regions = regions_.get();
@@ -137,6 +144,22 @@ void App::StartSharedMemory() {
     return SharedMemorySample{usage.posix_regions, usage.posix_bytes, usage.cuda_regions, usage.cuda_bytes,
                               rpc_.rings.load()};
   });
+}
+
+absl::StatusOr<std::unique_ptr<DeviceMapping>> App::OpenDeviceMemory(const std::string& handle,
+                                                                     const std::string& uuid) {
+  std::vector<std::string> served;
+  for (const auto& device : devices_) {
+    pb::Device description;
+    device->Describe(&description);
+    // Of the backend "cuda" every device is one of these.
+    if (description.uuid() == uuid) return static_cast<CudaDevice&>(*device).OpenMemory(handle);
+    served.push_back(description.uuid());
+  }
+  const std::string list = absl::StrJoin(served, ", ");
+  return MakeError(absl::StatusCode::kFailedPrecondition, reason::kNoSuchDevice,
+                   absl::StrCat("device_uuid: the region is on \"", uuid, "\", this server has ", list),
+                   {{"device_uuid", uuid}, {"served", list}});
 }
 
 DeviceOptions App::MakeDeviceOptions() const {

@@ -17,11 +17,11 @@
 #include "server/engine/engine.h"
 #include "server/metrics/http_endpoint.h"
 #include "server/metrics/metrics.h"
+#include "server/oip/service.h"
 #include "server/rpc/auth.h"
 #include "server/rpc/blocking_runner.h"
 #include "server/rpc/connections.h"
 #include "server/rpc/context.h"
-#include "server/oip/service.h"
 #include "server/rpc/server.h"
 #include "server/shm/region.h"
 
@@ -65,6 +65,7 @@ class App {
   DeviceOptions MakeDeviceOptions() const;
   void WatchDevices();
   void StartSharedMemory();
+  absl::StatusOr<std::unique_ptr<DeviceMapping>> OpenDeviceMemory(const std::string& handle, const std::string& uuid);
   absl::Status StartMetricsEndpoint();
 
   const Options options_;

@@ -1,4 +1,5 @@
 // The exported functions: argument checks, the current device, and the last error of the thread.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -270,6 +271,32 @@ spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* device, const uint8_t h
     cudaIpcMemHandle_t ipc;
     std::memcpy(&ipc, handle, sizeof(ipc));
     SPMMD_CUDA_CHECK(cudaIpcOpenMemHandle(pointer, ipc, cudaIpcMemLazyEnablePeerAccess));
+    return {};
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_address_range(spmmd_cuda_device* device, const void* pointer, void** base,
+                                           uint64_t* bytes) {
+  return OnDevice(device, [&]() -> Status {
+    using GetAddressRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
+    static const auto get = []() -> GetAddressRange {
+      void* function = nullptr;
+      cudaDriverEntryPointQueryResult result;
+      if (cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &result) !=
+              cudaSuccess ||
+          result != cudaDriverEntryPointSuccess) {
+        return nullptr;
+      }
+      return reinterpret_cast<GetAddressRange>(function);
+    }();
+    if (get == nullptr) return {SPMMD_CUDA_UNAVAILABLE, "the driver has no cuMemGetAddressRange"};
+    CUdeviceptr start = 0;
+    size_t size = 0;
+    if (get(&start, &size, reinterpret_cast<CUdeviceptr>(pointer)) != CUDA_SUCCESS) {
+      return {SPMMD_CUDA_INVALID_ARGUMENT, "not device memory"};
+    }
+    *base = reinterpret_cast<void*>(start);
+    *bytes = size;
     return {};
   });
 }

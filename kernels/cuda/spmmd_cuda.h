@@ -109,6 +109,9 @@ SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_memset_async(spmmd_cuda_device* devi
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_ipc_export(spmmd_cuda_device* device, void* pointer, uint8_t handle[64]);
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* device, const uint8_t handle[64],
                                                      void** pointer);
+/* The whole allocation that device memory lies in; of memory from ipc_open too. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_address_range(spmmd_cuda_device* device, const void* pointer, void** base,
+                                                          uint64_t* bytes);
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_ipc_close(spmmd_cuda_device* device, void* pointer);
 
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_stream_create(spmmd_cuda_device* device, spmmd_cuda_stream* stream);

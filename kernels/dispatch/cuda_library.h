@@ -37,6 +37,7 @@ namespace spmmd {
   X(ipc_export)                 \
   X(ipc_open)                   \
   X(ipc_close)                  \
+  X(address_range)              \
   X(stream_create)              \
   X(stream_destroy)             \
   X(stream_synchronize)         \

@@ -17,6 +17,29 @@
 namespace spmmd::server {
 namespace {
 
+class IpcMapping final : public DeviceMapping {
+ public:
+  IpcMapping(CudaContext* context, const Device* device, void* opened)
+      : context_(*context), device_(device), opened_(opened) {}
+  ~IpcMapping() override { context_.cuda().ipc_close(context_.device(), opened_); }
+
+  // Finds out how much memory the handle stands for.
+  absl::Status Measure() {
+    return context_.Check(context_.cuda().address_range(context_.device(), opened_, &base_, &bytes_));
+  }
+  // The handle stands for the whole allocation, wherever in it the pointer was that it was made of.
+  std::byte* data() const override { return static_cast<std::byte*>(base_); }
+  uint64_t size() const override { return bytes_; }
+  const Device* device() const override { return device_; }
+
+ private:
+  CudaContext& context_;
+  const Device* const device_;
+  void* const opened_;
+  void* base_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
 DeviceOptions WithLimit(DeviceOptions options, const spmmd_cuda_device_info& info) {
   if (options.memory_limit_bytes == 0) {
     options.memory_limit_bytes =
@@ -282,6 +305,23 @@ absl::StatusOr<StoredLayer> CudaDevice::Save(const ResidentLayer& layer) const {
 absl::StatusOr<DenseMatrix> CudaDevice::ReadBack(const ResidentLayer& layer) const {
   SPMMD_ASSIGN_OR_RETURN(const StoredLayer stored, Save(layer));
   return Unpack(stored.packed);
+}
+
+absl::StatusOr<std::unique_ptr<DeviceMapping>> CudaDevice::OpenMemory(const std::string& handle) {
+  if (context_->lost()) return context_->LostError();
+  const CudaLibrary& cuda = context_->cuda();
+  uint8_t bytes[64];
+  if (handle.size() != sizeof(bytes)) return FieldError("cuda_ipc", "is no handle");
+  std::copy(handle.begin(), handle.end(), bytes);
+  void* pointer = nullptr;
+  if (const spmmd_cuda_status code = cuda.ipc_open(context_->device(), bytes, &pointer); code != SPMMD_CUDA_OK) {
+    const std::string problem = cuda.last_error();
+    SPMMD_RETURN_IF_ERROR(context_->Probe());
+    return FieldError("cuda_ipc", absl::StrCat("cannot be opened on ", id(), ": ", problem));
+  }
+  auto mapping = std::make_unique<IpcMapping>(context_.get(), this, pointer);
+  SPMMD_RETURN_IF_ERROR(mapping->Measure());
+  return mapping;
 }
 
 absl::Status CudaDevice::Run(absl::Span<Job* const> jobs) { return runner_->Run(jobs); }

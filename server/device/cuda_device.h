@@ -14,6 +14,7 @@
 #include "kernels/dispatch/cuda_library.h"
 #include "server/device/cuda_context.h"
 #include "server/device/device.h"
+#include "server/shm/region.h"
 
 namespace spmmd::server {
 
@@ -46,6 +47,9 @@ class CudaDevice final : public Device {
                                                       MemoryBudget::Reservation weights) override;
   absl::StatusOr<StoredLayer> Save(const ResidentLayer& layer) const override;
   absl::StatusOr<DenseMatrix> ReadBack(const ResidentLayer& layer) const override;
+  // Memory of this GPU that another process has exported (a CUDA IPC handle); the device must outlive it.
+  // INVALID_ARGUMENT naming cuda_ipc for a bad handle.
+  absl::StatusOr<std::unique_ptr<DeviceMapping>> OpenMemory(const std::string& handle);
 
  protected:
   absl::Status Run(absl::Span<Job* const> jobs) override;

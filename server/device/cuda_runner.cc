@@ -24,6 +24,11 @@ uint64_t TensorBytes(DType dtype, int64_t rows, int64_t cols) {
 constexpr int64_t kSparseTokens = 64;
 constexpr size_t kMaxChosen = 4096;
 
+// Device memory that kernels may read and write as if it were an arena's.
+bool IsAligned(const std::byte* data) { return reinterpret_cast<uintptr_t>(data) % kAlignment == 0; }
+
+bool OnDevice(const Job& job, size_t output) { return ((job.outputs_on_device >> output) & 1) != 0; }
+
 const char* const kElementwiseNames[] = {"elementwise_copy", "elementwise_add", "elementwise_mul"};
 
 }  // namespace
@@ -138,10 +143,23 @@ absl::Status CudaRunner::RunSteps(absl::Span<Job* const> jobs, int64_t rows) {
     SPMMD_RETURN_IF_ERROR(Replay(jobs, graph, rows, input_bytes, output_bytes));
     if (graphs_work_) return absl::OkStatus();
   }
+  const CudaLibrary& cuda = context_->cuda();
   SPMMD_RETURN_IF_ERROR(staging_->Upload(inputs_.data(), up_, stream_));
+  for (const CudaStaging::UploadPiece& piece : device_up_) {
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        cuda.memcpy_async(context_->device(), inputs_.data() + piece.offset, piece.from, piece.bytes, stream_)));
+  }
   SPMMD_RETURN_IF_ERROR(RecordEvent(0));
   SPMMD_RETURN_IF_ERROR(LaunchSteps(first, rows));
+  for (const CudaStaging::DownloadPiece& piece : device_down_) {
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        cuda.memcpy_async(context_->device(), piece.to, outputs_.data() + piece.offset, piece.bytes, stream_)));
+  }
   SPMMD_RETURN_IF_ERROR(staging_->Download(outputs_.data(), down_, stream_));
+  if (first.memory_device != nullptr) {
+    // The caller's memory is his again, whatever came down to the host.
+    SPMMD_RETURN_IF_ERROR(context_->Check(cuda.stream_synchronize(context_->device(), stream_)));
+  }
   return ReadTimes(jobs);
 }
 
@@ -189,7 +207,7 @@ absl::Status CudaRunner::LaunchSteps(const Job& job, int64_t rows) {
       const Value& y = planned_[s].y;
       const Value& output = output_values_[o];
       if (plan.outputs[o].step != static_cast<int>(s)) continue;
-      if (y.block == Block::kOutputs && y.offset == output.offset) continue;
+      if (y.block == output.block && y.offset == output.offset && y.at == output.at) continue;
       SPMMD_RETURN_IF_ERROR(LaunchCopy(y, output, /*threshold=*/0, rows));
     }
   }
@@ -212,6 +230,8 @@ CudaRunner::GraphKey CudaRunner::KeyOf(const Job& job, int64_t rows) const {
 
 absl::StatusOr<CudaRunner::Graph*> CudaRunner::FindGraph(const Job& job, int64_t rows, uint64_t input_bytes,
                                                          uint64_t output_bytes) {
+  // Memory of the caller's may be elsewhere the next time.
+  if (job.memory_device != nullptr) return nullptr;
   if (!graphs_work_ || input_bytes > kMaxGraphBytes || output_bytes > kMaxGraphBytes) return nullptr;
   for (const InputValue& input : job.inputs) {
     if (input.sparse.has_value()) return nullptr;  // how many nonzeros there are is part of the launch
@@ -314,6 +334,7 @@ void CudaRunner::DropGraph(Graph* graph) {
 uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
   values_.clear();
   up_.clear();
+  device_up_.clear();
   uint64_t end = 0;
   const std::vector<InputValue>& inputs = jobs.front()->inputs;
   scattered_.resize(std::max(scattered_.size(), inputs.size()));
@@ -344,6 +365,20 @@ uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
         end += Align(bytes);
         value.values_offset = end;
         up_.push_back({reinterpret_cast<const std::byte*>(sparse.values.data()), end, bytes});
+        end += Align(bytes);
+      }
+    } else if (inputs[i].on_device) {
+      // Such requests run alone, and their rows have no gaps.
+      const DenseView& x = inputs[i].dense;
+      value.dtype = x.dtype;
+      value.cols = x.cols;
+      const uint64_t bytes = TensorBytes(x.dtype, x.rows, x.cols);
+      if (IsAligned(x.data)) {
+        value.block = Block::kCaller;
+        value.offset = 0;
+        value.at = const_cast<std::byte*>(x.data);
+      } else {
+        device_up_.push_back({x.data, end, bytes});
         end += Align(bytes);
       }
     } else {
@@ -428,13 +463,19 @@ absl::Status CudaRunner::PlaceSteps(const Job& job, int64_t rows, bool use_shado
                                     uint64_t* work_bytes, uint64_t* scratch_bytes) {
   const Plan& plan = *job.plan;
   output_values_.clear();
-  for (const PlanOutput& output : plan.outputs) {
+  for (size_t o = 0; o < plan.outputs.size(); ++o) {
+    const PlanOutput& output = plan.outputs[o];
     Value value;
-    value.block = Block::kOutputs;
-    value.offset = *output_bytes;
     value.dtype = output.dtype;
     value.cols = job.step_cols[static_cast<size_t>(output.step)];
-    *output_bytes += Align(TensorBytes(value.dtype, rows, value.cols));
+    if (OnDevice(job, o) && IsAligned(job.outputs[o].data)) {
+      value.block = Block::kCaller;
+      value.at = job.outputs[o].data;
+    } else {
+      value.block = Block::kOutputs;
+      value.offset = *output_bytes;
+      *output_bytes += Align(TensorBytes(value.dtype, rows, value.cols));
+    }
     output_values_.push_back(value);
   }
   planned_.clear();
@@ -514,6 +555,8 @@ std::byte* CudaRunner::At(const Value& value) const {
       return work_.data() + value.offset;
     case Block::kOutputs:
       return (outputs_at_ != nullptr ? outputs_at_ : outputs_.data()) + value.offset;
+    case Block::kCaller:
+      return value.at;
     case Block::kNone:
       break;
   }
@@ -684,8 +727,15 @@ absl::Status CudaRunner::Mark(const Launched& launched) {
 
 void CudaRunner::PlaceOutputs(absl::Span<Job* const> jobs) {
   down_.clear();
+  device_down_.clear();
   for (size_t o = 0; o < output_values_.size(); ++o) {
+    if (output_values_[o].block == Block::kCaller) continue;
     uint64_t at = output_values_[o].offset;
+    if (OnDevice(*jobs.front(), o)) {  // runs alone
+      const MutableDenseView& y = jobs.front()->outputs[o];
+      device_down_.push_back({y.data, at, TensorBytes(y.dtype, y.rows, y.cols)});
+      continue;
+    }
     for (const Job* job : jobs) {
       const MutableDenseView& y = job->outputs[o];
       const uint64_t row_bytes = TensorBytes(y.dtype, 1, y.cols);

@@ -118,10 +118,11 @@ class CudaRunner {
 
  private:
   // Where a value is on the device.
-  enum class Block : uint8_t { kNone, kInputs, kWork, kOutputs };
+  enum class Block : uint8_t { kNone, kInputs, kWork, kOutputs, kCaller };
   struct Value {
     Block block = Block::kNone;
     uint64_t offset = 0;
+    std::byte* at = nullptr;  // kCaller: device memory of the caller's, used where it lies
     DType dtype = DType::kF32;
     int64_t cols = 0;
     // Of a sparse input of one row, in the inputs' block: indices, then values. Its dense form is at `offset`.
@@ -256,6 +257,9 @@ class CudaRunner {
   std::vector<Value> output_values_;
   std::vector<CudaStaging::UploadPiece> up_;
   std::vector<CudaStaging::DownloadPiece> down_;
+  // Copies between the arenas and device memory of the caller's that is not aligned as kernels want it.
+  std::vector<CudaStaging::UploadPiece> device_up_;
+  std::vector<CudaStaging::DownloadPiece> device_down_;
   std::vector<Launched> launched_;
   std::vector<std::vector<float>> scattered_;
   std::vector<uint64_t> shadowed_;  // layers whose shadows it uses

@@ -3,11 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "kernels/dispatch/cuda_library.h"
 #include "server/app.h"
 #include "server/rpc/server.h"
 #include "tests/server/device/fake_cuda.h"
@@ -76,6 +79,117 @@ TEST(CudaServerTest, ALostGpuShowsInHealthAndFailsCalls) {
   EXPECT_TRUE(server.app().device_failed());
   EXPECT_EQ(server.Metric("spmmd_device_healthy{device=\"cuda:0\"}"), 0);
   SetBroken(false);
+}
+
+// Device memory of "another process": the fake library's handles work within one.
+class IpcMemory {
+ public:
+  explicit IpcMemory(uint64_t bytes) : bytes_(bytes) {
+    library_ = *CudaLibrary::Load(SPMMD_FAKE_CUDA_LIBRARY);
+    EXPECT_EQ(library_->device_open(0, &device_), SPMMD_CUDA_OK);
+    void* data = nullptr;
+    EXPECT_EQ(library_->malloc(device_, bytes, &data), SPMMD_CUDA_OK);
+    data_ = static_cast<std::byte*>(data);
+  }
+  ~IpcMemory() {
+    library_->free(device_, data_);
+    library_->device_close(device_);
+  }
+  std::string Handle() {
+    uint8_t handle[64];
+    EXPECT_EQ(library_->ipc_export(device_, data_, handle), SPMMD_CUDA_OK);
+    return {reinterpret_cast<const char*>(handle), sizeof(handle)};
+  }
+  float* floats(uint64_t offset) { return reinterpret_cast<float*>(data_ + offset); }
+
+ private:
+  const uint64_t bytes_;
+  std::shared_ptr<const CudaLibrary> library_;
+  spmmd_cuda_device* device_ = nullptr;
+  std::byte* data_ = nullptr;
+};
+
+int64_t OpenHandles() {
+  void* library = dlopen(SPMMD_FAKE_CUDA_LIBRARY, RTLD_NOW | RTLD_NOLOAD);
+  return reinterpret_cast<decltype(&fake_cuda_open_handles)>(dlsym(library, "fake_cuda_open_handles"))();
+}
+
+TEST(CudaServerTest, DeviceMemoryOfCallersIsReadAndWrittenInPlace) {
+  TestServer server([](Options* options) {
+    OnFakeGpu(options);
+    options->shared_memory = true;
+  });
+  constexpr int64_t kRows = 3;
+  const TestLayer layer = TestLayer::Random(40, 56, 1);
+  ASSERT_TRUE(RegisterHalf(server, "w", layer).ok());
+  grpc::ClientContext devices_context;
+  pb::DeviceInfoResponse devices;
+  ASSERT_TRUE(server.matmul().DeviceInfo(&devices_context, {}, &devices).ok());
+  const std::string uuid = devices.devices(0).uuid();
+  ASSERT_FALSE(uuid.empty());
+
+  IpcMemory memory(1 << 20);
+  const auto open = [&](const std::string& name, const std::string& handle, const std::string& device, uint64_t offset,
+                        uint64_t size) {
+    pb::RegisterRegionRequest request;
+    request.set_name(name);
+    request.set_cuda_ipc(handle);
+    request.set_device_uuid(device);
+    request.set_offset(offset);
+    request.set_size(size);
+    grpc::ClientContext context;
+    pb::RegisterRegionResponse response;
+    return Explain(server.matmul().RegisterRegion(&context, request, &response));
+  };
+  EXPECT_EQ(open("r", "short", uuid, 0, 1).field, "cuda_ipc");
+  EXPECT_EQ(open("r", std::string(64, 'x'), uuid, 0, 1).field, "cuda_ipc");
+  EXPECT_EQ(open("r", memory.Handle(), uuid, 0, (1 << 20) + 1).field, "size") << "more than the allocation has";
+  EXPECT_EQ(open("r", memory.Handle(), uuid, 1 << 20, 1).field, "size");
+  const auto elsewhere = open("r", memory.Handle(), "GPU-of-another-host", 0, 1);
+  EXPECT_EQ(elsewhere.code, grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_THAT(elsewhere.message, ::testing::HasSubstr("GPU-of-another-host"));
+  EXPECT_THAT(elsewhere.message, ::testing::HasSubstr(uuid));
+  EXPECT_EQ(OpenHandles(), 0) << "what was refused is closed again";
+  EXPECT_EQ(open("r", memory.Handle(), uuid, 4096, 1 << 18).code, grpc::StatusCode::OK);
+  EXPECT_EQ(OpenHandles(), 1);
+  EXPECT_EQ(server.Metric("spmmd_shm_regions{kind=\"cuda\"}"), 1);
+
+  const std::vector<double> reference = layer.Reference(RandomVector(kRows * 56, 2), kRows);
+  // In place where kernels can, through a copy on the device where the memory is not aligned for them.
+  for (const uint64_t x_offset : {0, 4}) {
+    for (const uint64_t y_offset : {65536, 65540}) {
+      const std::vector<float> x = RandomVector(kRows * 56, 2);
+      std::copy(x.begin(), x.end(), memory.floats(4096 + x_offset));
+      pb::ExecuteRequest request = MatmulRequest("w", x, kRows, 56);
+      pb::RegionSlice* in = request.mutable_inputs(0)->mutable_dense()->mutable_region();
+      in->set_region("r");
+      in->set_offset(x_offset);
+      in->set_size(x.size() * sizeof(float));
+      pb::RegionSlice* out = request.mutable_program()->mutable_outputs(0)->mutable_region();
+      out->set_region("r");
+      out->set_offset(y_offset);
+      out->set_size(reference.size() * sizeof(float));
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        std::fill_n(memory.floats(4096 + y_offset), reference.size(), -1.0f);
+        pb::ExecuteResponse response;
+        const auto failure = Explain(server.Execute(request, &response));
+        ASSERT_EQ(failure.code, grpc::StatusCode::OK) << failure.message;
+        for (size_t i = 0; i < reference.size(); ++i) {
+          ASSERT_NEAR(memory.floats(4096 + y_offset)[i], reference[i], 0.02) << x_offset << " " << y_offset << " " << i;
+        }
+      }
+      // From the device into the response, and the other way round.
+      request.mutable_program()->mutable_outputs(0)->clear_region();
+      pb::ExecuteResponse response;
+      ASSERT_TRUE(server.Execute(request, &response).ok());
+      EXPECT_NEAR(testing::AsFloats(response.outputs(0).tensor().data())[5], reference[5], 0.02);
+    }
+  }
+  grpc::ClientContext context;
+  pb::UnregisterRegionResponse removed;
+  ASSERT_TRUE(server.matmul().UnregisterRegion(&context, {}, &removed).ok());
+  EXPECT_EQ(OpenHandles(), 0);
+  EXPECT_EQ(server.Metric("spmmd_shm_bytes{"), 0);
 }
 
 TEST(CudaServerTest, ADeviceThatIsNotThereIsAClearError) {

@@ -54,6 +54,7 @@ std::map<void*, uint64_t> blocks;
 thread_local std::string last_error;
 std::atomic<bool> graphs_fail;
 std::atomic<int64_t> replays;
+std::atomic<int64_t> open_handles;
 // The calls of a graph that is being recorded on this thread.
 using Recording = std::vector<std::function<spmmd_cuda_status()>>;
 thread_local Recording* recording = nullptr;
@@ -247,13 +248,48 @@ spmmd_cuda_status spmmd_cuda_memset_async(spmmd_cuda_device* device, void* point
   std::memset(pointer, byte, bytes);
   return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_ipc_export(spmmd_cuda_device* /*device*/, void* /*pointer*/, uint8_t /*handle*/[64]) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "ipc");
+// Within one process: a handle is the address of the block that the pointer lies in.
+spmmd_cuda_status spmmd_cuda_address_range(spmmd_cuda_device* device, const void* pointer, void** base,
+                                           uint64_t* bytes) {
+  FAKE_CHECK(device);
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
+  auto block = blocks.upper_bound(const_cast<void*>(pointer));
+  if (block == blocks.begin()) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "not device memory");
+  --block;
+  const auto* const begin = static_cast<const char*>(block->first);
+  if (static_cast<const char*>(pointer) >= begin + block->second) {
+    return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "not device memory");
+  }
+  *base = block->first;
+  *bytes = block->second;
+  return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* /*device*/, const uint8_t /*handle*/[64], void** /*pointer*/) {
-  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "ipc");
+spmmd_cuda_status spmmd_cuda_ipc_export(spmmd_cuda_device* device, void* pointer, uint8_t handle[64]) {
+  void* base = nullptr;
+  uint64_t bytes = 0;
+  if (const spmmd_cuda_status status = spmmd_cuda_address_range(device, pointer, &base, &bytes);
+      status != SPMMD_CUDA_OK) {
+    return status;
+  }
+  std::memset(handle, 0, 64);
+  std::memcpy(handle, &base, sizeof(base));
+  return SPMMD_CUDA_OK;
 }
-spmmd_cuda_status spmmd_cuda_ipc_close(spmmd_cuda_device* /*device*/, void* /*pointer*/) { return SPMMD_CUDA_OK; }
+spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* device, const uint8_t handle[64], void** pointer) {
+  FAKE_CHECK(device);
+  void* base = nullptr;
+  std::memcpy(&base, handle, sizeof(base));
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
+  if (!blocks.contains(base)) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "invalid resource handle");
+  *pointer = base;
+  ++open_handles;
+  return SPMMD_CUDA_OK;
+}
+spmmd_cuda_status spmmd_cuda_ipc_close(spmmd_cuda_device* /*device*/, void* /*pointer*/) {
+  --open_handles;
+  return SPMMD_CUDA_OK;
+}
+int64_t fake_cuda_open_handles(void) { return open_handles; }
 
 spmmd_cuda_status spmmd_cuda_stream_create(spmmd_cuda_device* device, spmmd_cuda_stream* stream) {
   FAKE_CHECK(device);

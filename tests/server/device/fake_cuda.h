@@ -17,6 +17,8 @@ void fake_cuda_fail_launches(int32_t count);
 void fake_cuda_fail_graphs(int32_t fail);
 // Replays of graphs since the library was loaded.
 int64_t fake_cuda_replays(void);
+// Calls of ipc_open without their ipc_close.
+int64_t fake_cuda_open_handles(void);
 // Bytes of device memory that are allocated now, layers included.
 uint64_t fake_cuda_allocated(int32_t device);
 // Matmul launches since the library was loaded, and the tokens of the last one.
