@@ -200,6 +200,41 @@ TEST_F(CudaDeviceTest, RepeatedRequestsStayRight) {
   }
 }
 
+// Formats whose kernels take several layers of one input in a launch, and those that do not.
+TEST_F(CudaDeviceTest, LayersOfOneInput) {
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix q = RandomMatrix(DType::kF16, 256, 192, 0.5, 1);
+  const DenseMatrix k = RandomMatrix(DType::kF16, 130, 192, 0.5, 2);
+  const DenseMatrix v = RandomMatrix(DType::kF16, 64, 192, 0.7, 3);
+  for (const pb::Format format : {pb::FORMAT_ROW_STREAM, pb::FORMAT_RLC_CSC, pb::FORMAT_BITMAP}) {
+    for (const auto& [name, w] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}}) {
+      pb::LayerSpec spec = DenseSpec(name, w->view());
+      spec.set_format(format);
+      ASSERT_TRUE(core.Register(spec, w->view()).ok());
+    }
+    for (const int64_t n : {1, 2, 5}) {
+      const DenseMatrix x = RandomMatrix(DType::kF16, n, 192, 0, static_cast<uint32_t>(n));
+      pb::ExecuteRequest request = MatmulRequest("q", x.view());
+      for (const char* name : {"k", "v"}) {
+        AddMatmul(request.mutable_program(), name, name, "x");
+        request.mutable_program()->add_outputs()->set_step(name);
+      }
+      for (int round = 0; round < 3; ++round) {
+        pb::ExecuteResponse response;
+        const absl::Status status = core.Execute(request, &response);
+        ASSERT_TRUE(status.ok()) << status;
+        for (int i = 0; i < 3; ++i) {
+          const DenseMatrix& w = i == 0 ? q : i == 1 ? k : v;
+          const absl::Status compared =
+              CompareToReference(ViewOf(response.outputs(i).tensor()), ReferenceMatmul(w.view(), x.view()),
+                                 DefaultTolerance(DType::kF32, 192));
+          EXPECT_TRUE(compared.ok()) << pb::Format_Name(format) << " n " << n << " output " << i << ": " << compared;
+        }
+      }
+    }
+  }
+}
+
 pb::ExecuteRequest SparseRequest(const std::string& layer, const DenseMatrix& x) {
   pb::ExecuteRequest request = MatmulRequest(layer, x.view());
   request.clear_inputs();
