@@ -21,6 +21,7 @@
 #include "absl/synchronization/notification.h"
 #include "server/app.h"
 #include "server/config/options.h"
+#include "server/device/host_memory.h"
 #include "server/log/log.h"
 #include "server/rpc/server.h"
 #include "server/version.h"
@@ -151,4 +152,7 @@ int Main(int argc, const char* const* argv) {
 }  // namespace
 }  // namespace spmmd::server
 
-int main(int argc, char** argv) { return spmmd::server::Main(argc, argv); }
+int main(int argc, char** argv) {
+  spmmd::server::KeepFreedBlocks();
+  return spmmd::server::Main(argc, argv);
+}

@@ -18,6 +18,7 @@
 #include "server/bench/served.h"
 #include "server/catalog/catalog.h"
 #include "server/device/cuda_device.h"
+#include "server/device/host_memory.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 
@@ -150,6 +151,7 @@ absl::Status Bench(const Settings& settings) {
 }  // namespace spmmd::server
 
 int main(int argc, char** argv) {
+  spmmd::server::KeepFreedBlocks();
   spmmd::server::Settings settings;
   CLI::App app("Times one layer on all GPUs of the host against one of them");
   app.add_option("--cuda-library", settings.library, "The library with the CUDA kernels");

@@ -25,6 +25,7 @@
 #include "server/bench/served.h"
 #include "server/catalog/catalog.h"
 #include "server/device/cuda_device.h"
+#include "server/device/host_memory.h"
 #include "server/engine/engine.h"
 #include "server/metrics/metrics.h"
 
@@ -148,6 +149,7 @@ absl::Status Bench(const Settings& settings) {
 }  // namespace spmmd::server
 
 int main(int argc, char** argv) {
+  spmmd::server::KeepFreedBlocks();
   spmmd::server::Settings settings;
   CLI::App app("Times the eviction and the return of layers on a GPU");
   app.add_option("--cuda-library", settings.library, "The library with the CUDA kernels");

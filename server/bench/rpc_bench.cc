@@ -32,6 +32,7 @@
 #include "grpcpp/grpcpp.h"
 #include "server/app.h"
 #include "server/config/options.h"
+#include "server/device/host_memory.h"
 #include "server/pb.h"
 #include "server/rpc/unary_call.h"
 #include "spmm/v1/layer_catalog.grpc.pb.h"
@@ -92,6 +93,7 @@ class EchoService final : public grpc::CallbackGenericService {
 
 [[noreturn]] void RunServers(const Flags& flags, const std::string& spmmd_address, const std::string& echo_address) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  KeepFreedBlocks();  // as spmmd does
   spmm::config::v1::ServerConfig config;
   config.set_backend(flags.backend);
   if (flags.max_batch_tokens > 0) config.set_max_batch_tokens(flags.max_batch_tokens);

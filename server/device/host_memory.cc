@@ -1,5 +1,6 @@
 #include "server/device/host_memory.h"
 
+#include <malloc.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -49,6 +50,14 @@ uint64_t UsableMemory() {
   const uint64_t physical =
       static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   return std::min(physical, CgroupMemoryLimit("/sys/fs/cgroup", "/proc/self/cgroup"));
+}
+
+void KeepFreedBlocks() {
+  // The largest threshold that glibc takes.
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  // What is kept is kept for each arena, and there would be eight a core.
+  mallopt(M_ARENA_MAX, 8);
 }
 
 }  // namespace spmmd::server
