@@ -14,8 +14,9 @@ uint64_t UsableMemory();
 // and of all groups above them, under `root` (/sys/fs/cgroup); UINT64_MAX when there is none. Versions 1 and 2.
 uint64_t CgroupMemoryLimit(const std::string& root, const std::string& membership);
 
-// Lets malloc keep the blocks of large messages for the next ones, instead of returning them to the system at each free:
-// fresh pages of a 16 MiB payload cost more than copying it. Blocks above 32 MiB still come and go. Call it first of all.
+// Lets malloc keep the blocks of large messages for the next ones, instead of returning them to the system at each
+// free: fresh pages of a 16 MiB payload cost more than copying it. Blocks above 32 MiB still come and go. Call it first
+// of all.
 void KeepFreedBlocks();
 
 }  // namespace spmmd::server

@@ -346,8 +346,7 @@ void Metrics::Refresh() const {
     Device& d = *device;
     if (d.sample == nullptr) continue;
     const DeviceSample sample = d.sample();
-    const uint64_t used =
-        sample.weights_bytes + sample.workspace_bytes + sample.staging_bytes + sample.shadow_bytes;
+    const uint64_t used = sample.weights_bytes + sample.workspace_bytes + sample.staging_bytes + sample.shadow_bytes;
     d.weights->Set(static_cast<double>(sample.weights_bytes));
     d.workspace->Set(static_cast<double>(sample.workspace_bytes));
     d.staging->Set(static_cast<double>(sample.staging_bytes));

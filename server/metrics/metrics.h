@@ -39,7 +39,7 @@ struct DeviceSample {
   uint64_t workspace_bytes = 0;
   uint64_t staging_bytes = 0;
   uint64_t shadow_bytes = 0;  // dense copies of layers
-  uint64_t limit_bytes = 0;  // the budget
+  uint64_t limit_bytes = 0;   // the budget
   int64_t queue_depth = 0;
   uint64_t queue_bytes = 0;
   double measured_bandwidth = 0;  // bytes per second, from start-up
