@@ -75,6 +75,7 @@ absl::Status App::Init() {
   LayerCatalog::Options catalog;
   catalog.model_repository = options_.model_repository;
   catalog.max_chunk_bytes = options_.max_chunk_bytes;
+  catalog.upload_resume_timeout = options_.upload_resume_timeout;
   if (!options_.cache_dir.empty()) {
     std::error_code error;
     std::filesystem::create_directories(options_.cache_dir, error);
@@ -82,6 +83,9 @@ absl::Status App::Init() {
       return absl::FailedPreconditionError(absl::StrCat("--cache-dir: ", options_.cache_dir, ": ", error.message()));
     catalog.cache_dir = options_.cache_dir;
   }
+  catalog.cache_limit_bytes = options_.cache_limit_bytes;
+  catalog.residency.evict = options_.evict_layers;
+  catalog.residency.host_limit_bytes = options_.host_layer_bytes.value_or(UsableMemory() / 4);
   catalog.shard_index = options_.shard_index;
   catalog.shard_count = options_.shard_count;
   catalog_ = std::make_unique<LayerCatalog>(std::move(catalog), std::move(devices), metrics_.get());
