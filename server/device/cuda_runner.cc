@@ -705,8 +705,16 @@ absl::Status CudaRunner::LaunchGroup(const Job& job, size_t first, int64_t rows)
     all.bytes += one.bytes;
     all.flops += one.flops;
   }
-  SPMMD_RETURN_IF_ERROR(context_->Check(
-      context_->cuda().launch_group(layers, planned_[first].kernel, calls, static_cast<int32_t>(count), stream_)));
+  const spmmd_cuda_status code =
+      context_->cuda().launch_group(layers, planned_[first].kernel, calls, static_cast<int32_t>(count), stream_);
+  if (code == SPMMD_CUDA_INVALID_ARGUMENT) {
+    // Layers that were cut differently when they were packed do not go together, which only the launch looks at.
+    for (size_t i = first; i < first + count; ++i) {
+      SPMMD_RETURN_IF_ERROR(LaunchStep(job, job.plan->steps[i], planned_[i], rows));
+    }
+    return absl::OkStatus();
+  }
+  SPMMD_RETURN_IF_ERROR(context_->Check(code));
   return Mark(all);
 }
 
