@@ -19,8 +19,8 @@ absl::Status PruneMagnitude(const MutableDenseView& w, double sparsity);
 // last group keeps at most n. 1 <= n < m, 2 <= m <= 64, else INVALID_ARGUMENT.
 absl::Status PruneNm(const MutableDenseView& w, int n, int m);
 
-// Whether every aligned group of four neighbours along K has at most two nonzeros, as PruneNm(w, 2, 4) leaves them. Ends
-// early when one has more.
+// Whether every aligned group of four neighbours along K has at most two nonzeros, as PruneNm(w, 2, 4) leaves them.
+// Ends early when one has more.
 bool IsTwoOfFour(const DenseView& w);
 
 }  // namespace spmmd

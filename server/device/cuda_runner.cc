@@ -689,8 +689,8 @@ void CudaRunner::GroupSteps(const Job& job, uint64_t* scratch_bytes) {
 
 absl::Status CudaRunner::LaunchGroup(const Job& job, size_t first, int64_t rows) {
   const size_t count = static_cast<size_t>(planned_[first].group);
-  const spmmd_cuda_layer* layers[kMaxGroup];
-  spmmd_cuda_matmul calls[kMaxGroup];
+  const spmmd_cuda_layer* layers[kMaxGroup] = {};
+  spmmd_cuda_matmul calls[kMaxGroup] = {};
   Launched all;
   for (size_t i = 0; i < count; ++i) {
     const PlanStep& step = job.plan->steps[first + i];

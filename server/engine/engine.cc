@@ -277,8 +277,8 @@ absl::Status Engine::Schedule(const pb::ExecuteRequest& request, Job* job) const
   const auto dense = [](const InputValue& input) { return !input.sparse.has_value(); };
   const auto shareable = [](const std::shared_ptr<const ServedLayer>& layer) { return !layer->deterministic(); };
   job->deterministic = !absl::c_all_of(job->leases, shareable);
-  job->joinable = job->memory_device == nullptr && job->rows > 0 && job->rows < options_.max_batch_tokens && absl::c_all_of(job->inputs, dense) &&
-                  !job->deterministic;
+  job->joinable = job->memory_device == nullptr && job->rows > 0 && job->rows < options_.max_batch_tokens &&
+                  absl::c_all_of(job->inputs, dense) && !job->deterministic;
   return absl::OkStatus();
 }
 
