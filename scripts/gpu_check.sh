@@ -32,7 +32,7 @@ check() { # name command...
   [[ $rc == 0 ]] || failed=1
 }
 
-for program in "$tests"/*_cuda_test "$tests"/three_layer_layout_test; do
+for program in "$tests"/*_cuda_test "$tests"/three_layer_layout_test "$tests"/server_cuda_*_test; do
   [[ -x $program ]] || continue
   name=$(basename "$program")
   check "$name" "$program"

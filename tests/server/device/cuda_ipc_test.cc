@@ -170,6 +170,7 @@ TEST(CudaIpc, AnotherProcessesTensorsAreReadAndWrittenInPlace) {
     }
 
     // An owner that is killed takes nothing of the others' with it.
+    memory.Write(0, x);
     int fds[2];
     ASSERT_EQ(pipe(fds), 0);
     const pid_t owner = Start("CudaIpcProcess.Owner", address + "," + std::to_string(fds[1]));
