@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <limits>
 #include <vector>
@@ -53,11 +54,14 @@ uint64_t UsableMemory() {
 }
 
 void KeepFreedBlocks() {
-  // The largest threshold that glibc takes.
-  mallopt(M_MMAP_THRESHOLD, 32 << 20);
-  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  // Whoever runs this process may set malloc by its environment variables; that stands.
+  const auto set = [](int parameter, const char* variable, int value) {
+    if (std::getenv(variable) == nullptr) mallopt(parameter, value);
+  };
+  set(M_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", 32 << 20);  // the largest that glibc takes
+  set(M_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 256 << 20);
   // What is kept is kept for each arena, and there would be eight a core.
-  mallopt(M_ARENA_MAX, 8);
+  set(M_ARENA_MAX, "MALLOC_ARENA_MAX", 8);
 }
 
 }  // namespace spmmd::server

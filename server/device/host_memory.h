@@ -15,8 +15,8 @@ uint64_t UsableMemory();
 uint64_t CgroupMemoryLimit(const std::string& root, const std::string& membership);
 
 // Lets malloc keep the blocks of large messages for the next ones, instead of returning them to the system at each
-// free: fresh pages of a 16 MiB payload cost more than copying it. Blocks above 32 MiB still come and go. Call it first
-// of all.
+// free: fresh pages of a 16 MiB payload cost more than copying it. Blocks above 32 MiB still come and go. Settings in
+// malloc's environment variables (MALLOC_TRIM_THRESHOLD_ and the like) win. Call it first of all.
 void KeepFreedBlocks();
 
 }  // namespace spmmd::server
