@@ -26,7 +26,7 @@ namespace spmmd::server {
 namespace {
 
 struct Settings {
-  std::string library;
+  std::string cuda_library;
   int64_t rows = 65536;
   int64_t cols = 16384;
   int64_t replicated_rows = 28672;
@@ -114,7 +114,7 @@ absl::Status CompareThroughput(Engine& engine, const Settings& settings, int64_t
 }
 
 absl::Status Bench(const Settings& settings) {
-  SPMMD_ASSIGN_OR_RETURN(const auto library, CudaLibrary::Load(settings.library));
+  SPMMD_ASSIGN_OR_RETURN(const auto library, CudaLibrary::Load(settings.cuda_library));
   int32_t count = 0;
   SPMMD_RETURN_IF_ERROR(library->ToStatus(library->device_count(&count)));
   Metrics metrics;
@@ -154,7 +154,7 @@ int main(int argc, char** argv) {
   spmmd::server::KeepFreedBlocks();
   spmmd::server::Settings settings;
   CLI::App app("Times one layer on all GPUs of the host against one of them");
-  app.add_option("--cuda-library", settings.library, "The library with the CUDA kernels");
+  app.add_option("--cuda-library", settings.cuda_library, "The library with the CUDA kernels");
   app.add_option("--rows", settings.rows, "Rows of the sharded layer");
   app.add_option("--cols", settings.cols, "Columns of the sharded layer");
   app.add_option("--replicated-rows", settings.replicated_rows, "Rows of the replicated layer");

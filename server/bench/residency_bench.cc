@@ -33,7 +33,7 @@ namespace spmmd::server {
 namespace {
 
 struct Settings {
-  std::string library;
+  std::string cuda_library;
   int64_t rows = 16384;
   int64_t cols = 8192;
   int layers = 12;
@@ -72,7 +72,7 @@ std::string Quantiles(const std::vector<absl::Duration>& times) {
 }
 
 absl::Status Bench(const Settings& settings) {
-  SPMMD_ASSIGN_OR_RETURN(const auto library, CudaLibrary::Load(settings.library));
+  SPMMD_ASSIGN_OR_RETURN(const auto library, CudaLibrary::Load(settings.cuda_library));
   Metrics metrics;
   DeviceOptions options;
   options.measure_bandwidth = false;
@@ -152,7 +152,7 @@ int main(int argc, char** argv) {
   spmmd::server::KeepFreedBlocks();
   spmmd::server::Settings settings;
   CLI::App app("Times the eviction and the return of layers on a GPU");
-  app.add_option("--cuda-library", settings.library, "The library with the CUDA kernels");
+  app.add_option("--cuda-library", settings.cuda_library, "The library with the CUDA kernels");
   app.add_option("--rows", settings.rows, "Rows of each layer");
   app.add_option("--cols", settings.cols, "Columns of each layer");
   app.add_option("--layers", settings.layers, "Layers beside the pinned one");
