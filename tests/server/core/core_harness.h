@@ -3,6 +3,7 @@
 #define SPMMD_TESTS_SERVER_CORE_CORE_HARNESS_H_
 
 #include <gtest/gtest.h>
+#include <xxhash.h>
 
 #include <atomic>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
@@ -268,6 +270,18 @@ class Core {
     return out;
   }
 };
+
+// What Layer.content_xxh3 says of bytes.
+inline std::string Hash(const std::string& bytes) {
+  const XXH128_hash_t hash = XXH3_128bits(bytes.data(), bytes.size());
+  return absl::StrFormat("%016x%016x", hash.high64, hash.low64);
+}
+
+// The matrix that a layer holds.
+inline DenseMatrix Stored(Core& core, const std::string& name) {
+  const auto layer = *core.catalog.Find(name, 0);
+  return *core.device.ReadBack(*layer->content().residence.Use()->layers.front());
+}
 
 }  // namespace spmmd::server::testing
 
