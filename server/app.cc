@@ -25,6 +25,7 @@
 #include "server/errors.h"
 #include "server/log/log.h"
 #include "server/metrics/nvml.h"
+#include "server/rpc/busy_poll.h"
 #include "server/rpc/credentials.h"
 #include "server/rpc/endpoint.h"
 #include "server/version.h"
@@ -118,6 +119,7 @@ absl::Status App::Init() {
   rpc_.version = Version();
   rpc_.revision = Revision();
   rpc_.backend = backend_;
+  SetBusyPoll(options_.busy_poll);
   SPMMD_RETURN_IF_ERROR(StartMetricsEndpoint());
   oip_ = std::make_unique<OipService>(&rpc_);
   SPMMD_ASSIGN_OR_RETURN(rpc_server_,

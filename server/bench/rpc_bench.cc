@@ -1,8 +1,9 @@
-// spmmd_rpc_bench: what a call costs beyond its kernel. A server process runs spmmd's services and a bare gRPC echo,
-// each on a Unix socket of its own; a client process calls them turn by turn, one call in flight, with bytes made
-// beforehand, so that both rows have the same client; then the same request with its tensors in shared memory, and
-// through a ring. `overhead` is the call's time minus the time that its kernels
-// took by the server's own clock; the ratio sets it against the echo of the same number of bytes.
+// spmmd_rpc_bench: what a call costs beyond its kernel. One process runs spmmd, another a bare gRPC echo with gRPC's
+// own settings, which takes bytes and answers bytes without looking at them; a client process calls them turn by turn,
+// one call in flight, with bytes made beforehand, so that both rows have the same client; then the same request with
+// its tensors in shared memory, and through a ring. `overhead` is the call's time minus the time that its kernels took
+// by the server's own clock; the `x echo` sets it against the unary echo of the same number of bytes; `x e+k` sets the
+// call against that echo and the kernels together.
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -48,20 +49,26 @@ struct Flags {
   double sparsity = 0.5;
   int iterations = 2000;
   double seconds = 5;  // at most, for one row
+  int turn = 32;
   std::vector<int> callers;
   std::string backend = "auto";
   int64_t max_batch_tokens = 0;  // 0: the server's default
+  std::string busy_poll;         // empty: the server's default
   std::string csv;
 };
 
 // --- Server process
 // ---------------------------------------------------------------------------------------------------
 
+constexpr const char* kEcho = "/echo/Echo";
+constexpr const char* kEchoStream = "/echo/EchoStream";
+
 // Answers `response_bytes` bytes, a number that the first eight bytes of the request give; the rest of it is not looked
 // at.
 class Echo final : public grpc::ServerGenericBidiReactor {
  public:
-  Echo() { StartRead(&request_); }
+  // `stream`: answers any number of messages.
+  explicit Echo(bool stream) : stream_(stream) { StartRead(&request_); }
   void OnReadDone(bool ok) override {
     if (!ok) {
       Finish(grpc::Status::OK);
@@ -76,29 +83,38 @@ class Echo final : public grpc::ServerGenericBidiReactor {
     static const auto* const payload = new std::vector<uint8_t>(size_t{256} << 20);
     const grpc::Slice answer(payload->data(), std::min<size_t>(bytes, payload->size()), grpc::Slice::STATIC_SLICE);
     response_ = grpc::ByteBuffer(&answer, 1);
-    StartWriteAndFinish(&response_, grpc::WriteOptions(), grpc::Status::OK);
+    if (stream_) {
+      StartWrite(&response_);
+    } else {
+      StartWriteAndFinish(&response_, grpc::WriteOptions(), grpc::Status::OK);
+    }
+  }
+  void OnWriteDone(bool ok) override {
+    if (stream_ && ok) StartRead(&request_);
   }
   void OnDone() override { delete this; }
 
  private:
+  const bool stream_;
   grpc::ByteBuffer request_;
   grpc::ByteBuffer response_;
 };
 
 class EchoService final : public grpc::CallbackGenericService {
-  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* /*context*/) override {
-    return new Echo;
+  grpc::ServerGenericBidiReactor* CreateReactor(grpc::GenericCallbackServerContext* context) override {
+    return new Echo(context->method() == kEchoStream);
   }
 };
 
-[[noreturn]] void RunServers(const Flags& flags, const std::string& spmmd_address, const std::string& echo_address) {
+[[noreturn]] void RunSpmmd(const Flags& flags, const std::string& address) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   KeepFreedBlocks();  // as spmmd does
   spmm::config::v1::ServerConfig config;
   config.set_backend(flags.backend);
+  if (!flags.busy_poll.empty()) config.set_busy_poll(flags.busy_poll);
   if (flags.max_batch_tokens > 0) config.set_max_batch_tokens(flags.max_batch_tokens);
   auto options = MakeOptions(config);
-  options->listen = {spmmd_address};
+  options->listen = {address};
   options->metrics_listen.clear();
   options->shared_memory = true;
   options->max_message_bytes = uint64_t{512} << 20;
@@ -107,11 +123,17 @@ class EchoService final : public grpc::CallbackGenericService {
     std::fprintf(stderr, "the server does not start: %s\n", std::string(app.status().message()).c_str());
     std::_Exit(1);
   }
+  while (true) pause();
+}
+
+[[noreturn]] void RunEcho(const std::string& address) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  KeepFreedBlocks();
   EchoService echo;
   grpc::ServerBuilder builder;
   builder.RegisterCallbackGenericService(&echo);
   builder.SetMaxReceiveMessageSize(-1);
-  builder.AddListeningPort(echo_address, grpc::InsecureServerCredentials());
+  builder.AddListeningPort(address, grpc::InsecureServerCredentials());
   const auto server = builder.BuildAndStart();
   if (server == nullptr) std::_Exit(1);
   server->Wait();
@@ -146,6 +168,56 @@ class RawCaller {
  private:
   const std::string method_;
   const std::unique_ptr<grpc::GenericStub> stub_;
+};
+
+// A stream of ready bytes, one message in flight, read by the thread that waits: as the blocking stubs do.
+class RawStream {
+ public:
+  RawStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method) : stub_(channel) {
+    stream_ = stub_.PrepareCall(&context_, method, &queue_);
+    stream_->StartCall(Tag(kStart));
+    Await(kStart);
+  }
+  ~RawStream() {
+    context_.TryCancel();
+    queue_.Shutdown();
+    void* tag = nullptr;
+    bool ok = false;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+  RawStream(const RawStream&) = delete;
+  RawStream& operator=(const RawStream&) = delete;
+
+  // Seconds; negative when the stream has ended.
+  double Exchange(const grpc::ByteBuffer& request, grpc::ByteBuffer* response) {
+    const auto start = std::chrono::steady_clock::now();
+    stream_->Write(request, Tag(kWrite));
+    stream_->Read(response, Tag(kRead));
+    const bool ok = Await(kWrite) && Await(kRead);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    return ok ? elapsed.count() : -1;
+  }
+
+ private:
+  enum Operation : uint8_t { kStart, kWrite, kRead };
+  static void* Tag(Operation operation) { return reinterpret_cast<void*>(static_cast<uintptr_t>(operation)); }
+  bool Await(Operation operation) {
+    while (!ended_[operation]) {
+      void* tag = nullptr;
+      bool ok = false;
+      if (!queue_.Next(&tag, &ok) || !ok) return false;
+      ended_[reinterpret_cast<uintptr_t>(tag)] = true;
+    }
+    ended_[operation] = false;
+    return true;
+  }
+
+  grpc::GenericStub stub_;
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
+  bool ended_[3] = {};
 };
 
 std::shared_ptr<grpc::Channel> NewChannel(const std::string& address) {
@@ -240,22 +312,26 @@ struct Row {
   std::vector<double> server;  // ExecuteTiming.total less kernel
 };
 
-// Calls `left` and `right` alternately.
+// Calls `left` and `right` in turns of --turn calls each.
 void TurnByTurn(const Flags& flags, const std::function<bool()>& left, const std::function<bool()>& right) {
   const absl::Time end = absl::Now() + absl::Seconds(flags.seconds);
-  for (int i = 0; i < flags.iterations && absl::Now() < end; ++i) {
-    if (!left() || !right()) std::_Exit(1);
+  for (int i = 0; i < flags.iterations && absl::Now() < end; i += flags.turn) {
+    for (const std::function<bool()>& call : {left, right}) {
+      for (int t = 0; t < flags.turn; ++t) {
+        if (!call()) std::_Exit(1);
+      }
+    }
   }
 }
 
 void Print(std::FILE* out, const Row& row, double echo_p50, bool csv) {
   const double overhead = Quantile(row.overhead, 0.5);
-  const std::string line =
-      absl::StrFormat(csv ? "%s,%d,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f,%.3f\n"
-                          : "%-22s %5d %9d %9d %6d %9.1f %9.1f %9.1f %9.1f %11.1f %7.2f\n",
-                      row.name, row.n, row.request_bytes, row.response_bytes, row.call.size(),
-                      Quantile(row.call, 0.5) * 1e6, Quantile(row.call, 0.99) * 1e6, Quantile(row.kernel, 0.5) * 1e6,
-                      Quantile(row.server, 0.5) * 1e6, overhead * 1e6, overhead / echo_p50);
+  const std::string line = absl::StrFormat(
+      csv ? "%s,%d,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f,%.3f,%.3f\n"
+          : "%-22s %5d %9d %9d %6d %9.1f %9.1f %9.1f %9.1f %11.1f %7.2f %7.2f\n",
+      row.name, row.n, row.request_bytes, row.response_bytes, row.call.size(), Quantile(row.call, 0.5) * 1e6,
+      Quantile(row.call, 0.99) * 1e6, Quantile(row.kernel, 0.5) * 1e6, Quantile(row.server, 0.5) * 1e6, overhead * 1e6,
+      overhead / echo_p50, Quantile(row.call, 0.5) / (echo_p50 + Quantile(row.kernel, 0.5)));
   std::fputs(line.c_str(), out);
 }
 
@@ -416,20 +492,20 @@ int RunClient(const Flags& flags, const std::string& spmmd_address, const std::s
   if (csv != nullptr) {
     std::fputs(
         "row,N,request_bytes,response_bytes,calls,us_p50,us_p99,kernel_us_p50,server_us_p50,overhead_us_p50,"
-        "overhead_vs_echo\n",
+        "overhead_vs_echo,call_vs_echo_and_kernel\n",
         csv);
   }
   std::printf(
       "M=%d K=%d fp16 sparsity=%.2f; times in us; overhead = call - kernel; server = time in spmmd's own code less "
       "kernel\n",
       static_cast<int>(flags.m), static_cast<int>(flags.k), flags.sparsity);
-  std::printf("%-22s %5s %9s %9s %6s %9s %9s %9s %9s %11s %7s\n", "row", "N", "req B", "resp B", "calls", "p50", "p99",
-              "kernel", "server", "overhead", "x echo");
+  std::printf("%-22s %5s %9s %9s %6s %9s %9s %9s %9s %11s %7s %7s\n", "row", "N", "req B", "resp B", "calls", "p50",
+              "p99", "kernel", "server", "overhead", "x echo", "x e+k");
   // Of one connection: regions belong to it.
   const auto channel = NewChannel(spmmd_address);
   const std::unique_ptr<client::Client> client = client::Client::FromChannel(channel);
   RawCaller execute(channel, "/spmm.v1.SparseMatmul/Execute");
-  RawCaller echo(NewChannel(echo_address), "/echo/Echo");
+  RawCaller echo(NewChannel(echo_address), kEcho);
   for (const int64_t n : flags.tokens) {
     const pb::ExecuteRequest message = MakeRequest(flags, n);
     const grpc::ByteBuffer request = ToBytes(message);
@@ -471,38 +547,40 @@ int RunClient(const Flags& flags, const std::string& spmmd_address, const std::s
       if (csv != nullptr) Print(csv, *row, echo_p50, /*csv=*/true);
     }
 
-    // The same requests on an open stream, against the same bare unary echo.
-    const auto stub = pb::SparseMatmul::NewStub(grpc::CreateChannel(spmmd_address, grpc::InsecureChannelCredentials()));
-    grpc::ClientContext context;
-    auto stream = stub->ExecuteStream(&context);
+    // The same requests on an open stream, and bare echoes on one, both against the unary echo.
+    RawStream spmmd_stream(NewChannel(spmmd_address), "/spmm.v1.SparseMatmul/ExecuteStream");
+    RawStream echo_stream(NewChannel(echo_address), kEchoStream);
     pb::ExecuteStreamRequest stream_request;
     *stream_request.mutable_request() = message;
-    pb::ExecuteStreamResponse stream_response;
+    const grpc::ByteBuffer stream_bytes = ToBytes(stream_request);
+    Row echoed{"bare echo, stream", n, request.Length(), response.Length(), {}, {}, {}, {}};
     Row streamed{"ExecuteStream", n, request.Length(), response.Length(), {}, {}, {}, {}};
     Row bare_again = bare;
     bare_again.call.clear();
-    TurnByTurn(
-        flags,
-        [&] {
-          bare_again.call.push_back(echo.Call(echo_request, &echo_response));
-          return bare_again.call.back() >= 0;
-        },
-        [&] {
-          const auto start = std::chrono::steady_clock::now();
-          if (!stream->Write(stream_request) || !stream->Read(&stream_response)) return false;
-          const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-          const auto& timing = stream_response.response().timing();
-          streamed.call.push_back(elapsed.count());
-          streamed.kernel.push_back(Seconds(timing.kernel()));
-          streamed.server.push_back(Seconds(timing.total()) - streamed.kernel.back());
-          streamed.overhead.push_back(streamed.call.back() - streamed.kernel.back());
-          return true;
-        });
-    stream->WritesDone();
-    stream->Finish();
+    const auto echo_unary = [&] {
+      bare_again.call.push_back(echo.Call(echo_request, &echo_response));
+      return bare_again.call.back() >= 0;
+    };
+    TurnByTurn(flags, echo_unary, [&] {
+      echoed.call.push_back(echo_stream.Exchange(echo_request, &echo_response));
+      echoed.overhead.push_back(echoed.call.back());
+      return echoed.call.back() >= 0;
+    });
+    TurnByTurn(flags, echo_unary, [&] {
+      streamed.call.push_back(spmmd_stream.Exchange(stream_bytes, &response));
+      if (streamed.call.back() < 0) return false;
+      pb::ExecuteStreamResponse parsed;
+      if (!ParseMessage(&response, &parsed).ok() || !parsed.has_response()) return false;
+      streamed.kernel.push_back(Seconds(parsed.response().timing().kernel()));
+      streamed.server.push_back(Seconds(parsed.response().timing().total()) - streamed.kernel.back());
+      streamed.overhead.push_back(streamed.call.back() - streamed.kernel.back());
+      return true;
+    });
     const double again_p50 = Quantile(bare_again.call, 0.5);
-    Print(stdout, streamed, again_p50, /*csv=*/false);
-    if (csv != nullptr) Print(csv, streamed, again_p50, /*csv=*/true);
+    for (const Row* row : {&echoed, &streamed}) {
+      Print(stdout, *row, again_p50, /*csv=*/false);
+      if (csv != nullptr) Print(csv, *row, again_p50, /*csv=*/true);
+    }
 
     bare_again.call.clear();
     const auto echo_again = [&] {
@@ -531,10 +609,12 @@ int Main(int argc, char** argv) {
   app.add_option("--sparsity", flags.sparsity, "Share of zeros")->check(CLI::Range(0.0, 1.0));
   app.add_option("--iterations", flags.iterations, "Calls of each row, at most")->check(CLI::Range(10, 1000000));
   app.add_option("--seconds", flags.seconds, "Time of each pair of rows, at most")->check(CLI::Range(0.1, 3600.0));
+  app.add_option("--turn", flags.turn, "Calls of one row before it is the other's turn")->check(CLI::Range(1, 1000000));
   app.add_option("--callers", flags.callers, "Then: calls of one token in flight at a time; the first is the measure")
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
   app.add_option("--max-batch-tokens", flags.max_batch_tokens, "Of the server; 1 runs every request alone");
+  app.add_option("--busy-poll", flags.busy_poll, "Of the server; 0 sleeps at once");
   app.add_option("--backend", flags.backend, "auto, cpu or cuda");
   app.add_option("--csv", flags.csv, "Also write the rows here");
   CLI11_PARSE(app, argc, argv);
@@ -546,10 +626,14 @@ int Main(int argc, char** argv) {
   const std::string echo_address = absl::StrCat("unix:", directory, "/echo");
   // Before anything of gRPC runs: it does not survive a fork.
   const pid_t server = fork();
-  if (server == 0) RunServers(flags, spmmd_address, echo_address);
+  if (server == 0) RunSpmmd(flags, spmmd_address);
+  const pid_t echo = fork();
+  if (echo == 0) RunEcho(echo_address);
   const int result = RunClient(flags, spmmd_address, echo_address);
-  kill(server, SIGKILL);
-  waitpid(server, nullptr, 0);
+  for (const pid_t child : {server, echo}) {
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
   for (const char* name : {"/spmmd", "/echo"}) unlink(absl::StrCat(directory, name).c_str());
   rmdir(directory.c_str());
   std::fflush(stdout);

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -239,6 +240,16 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.max_rings = config.max_rings();
   options.ring_spin = *ParseDurationText(config.ring_spin());
   if (options.ring_spin > absl::Seconds(1)) return absl::InvalidArgumentError("--ring-spin: must be at most 1s");
+  // With few cores, those that compute need them all.
+  constexpr unsigned kCoresForBusyPoll = 8;
+  if (!config.busy_poll().empty()) {
+    options.busy_poll = *ParseDurationText(config.busy_poll());
+  } else if (std::thread::hardware_concurrency() >= kCoresForBusyPoll) {
+    options.busy_poll = absl::Microseconds(200);
+  }
+  if (options.busy_poll > absl::Milliseconds(100)) {
+    return absl::InvalidArgumentError("--busy-poll: must be at most 100ms");
+  }
 
   options.log_level = config.log_level();
   options.log_format = config.log_format();

@@ -92,6 +92,15 @@ absl::Status CudaDevice::Init(const std::shared_ptr<const CudaLibrary>& library,
     SPMMD_ASSIGN_OR_RETURN(const double bandwidth, MeasureReadBandwidth());
     set_measured_bandwidth(bandwidth);
   }
+  HostBufferPool::Options buffers;
+  buffers.allocate = [context = context_](uint64_t bytes) -> std::byte* {
+    void* data = nullptr;
+    if (context->cuda().host_malloc(context->device(), bytes, &data) != SPMMD_CUDA_OK) return nullptr;
+    return static_cast<std::byte*>(data);
+  };
+  // A response on its way may have one when the device is gone already.
+  buffers.free = [context = context_](std::byte* data) { context->cuda().host_free(context->device(), data); };
+  set_host_buffers(HostBufferPool::Create(std::move(buffers)));
   Start();
   started_ = true;
   monitor_ = std::thread([this] { Monitor(); });
@@ -109,6 +118,7 @@ CudaDevice::~CudaDevice() {
     monitor_.join();
   }
   if (started_) Shutdown();
+  host_buffers().Close();
 }
 
 void CudaDevice::Monitor() {
@@ -165,17 +175,7 @@ absl::StatusOr<double> CudaDevice::MeasureReadBandwidth() {
 }
 
 bool CudaDevice::CanExecute(Format format) const {
-  switch (format) {
-    case Format::kDense:
-    case Format::kBitmapGpu:
-    case Format::kThreeLayer:
-    case Format::kRowStream:
-    case Format::kRlcCsc:
-    case Format::kColumnPiece:
-      return true;
-    default:
-      return false;
-  }
+  return context_->cuda().format_supported(context_->device(), static_cast<int32_t>(format)) == SPMMD_CUDA_OK;
 }
 
 Format CudaDevice::Layout(Format format) const {

@@ -61,7 +61,7 @@ class CudaDevice final : public Device {
   absl::StatusOr<double> MeasureReadBandwidth();
   void Monitor();
 
-  const std::unique_ptr<CudaContext> context_;
+  const std::shared_ptr<CudaContext> context_;
   std::unique_ptr<CudaDispatch> dispatch_;
   std::unique_ptr<DenseShadows> shadows_;
   std::unique_ptr<CudaRunner> runner_;

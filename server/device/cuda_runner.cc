@@ -389,10 +389,10 @@ uint64_t CudaRunner::PlaceInputs(absl::Span<Job* const> jobs, int64_t rows) {
         const DenseView& x = job->inputs[i].dense;
         const uint64_t row_bytes = TensorBytes(x.dtype, 1, x.cols);
         if (x.row_stride == x.cols || x.rows <= 1) {
-          up_.push_back({x.data, at, row_bytes * static_cast<uint64_t>(x.rows)});
+          up_.push_back({x.data, at, row_bytes * static_cast<uint64_t>(x.rows), job->inputs[i].pinned});
         } else {
           for (int64_t row = 0; row < x.rows; ++row) {
-            up_.push_back({x.row(row), at + row_bytes * static_cast<uint64_t>(row), row_bytes});
+            up_.push_back({x.row(row), at + row_bytes * static_cast<uint64_t>(row), row_bytes, job->inputs[i].pinned});
           }
         }
         at += row_bytes * static_cast<uint64_t>(x.rows);
@@ -746,12 +746,13 @@ void CudaRunner::PlaceOutputs(absl::Span<Job* const> jobs) {
     }
     for (const Job* job : jobs) {
       const MutableDenseView& y = job->outputs[o];
+      const bool pinned = ((job->outputs_pinned >> o) & 1) != 0;
       const uint64_t row_bytes = TensorBytes(y.dtype, 1, y.cols);
       if (y.row_stride == y.cols || y.rows <= 1) {
-        down_.push_back({y.data, at, row_bytes * static_cast<uint64_t>(y.rows)});
+        down_.push_back({y.data, at, row_bytes * static_cast<uint64_t>(y.rows), pinned});
       } else {
         for (int64_t row = 0; row < y.rows; ++row) {
-          down_.push_back({y.row(row), at + row_bytes * static_cast<uint64_t>(row), row_bytes});
+          down_.push_back({y.row(row), at + row_bytes * static_cast<uint64_t>(row), row_bytes, pinned});
         }
       }
       at += row_bytes * static_cast<uint64_t>(y.rows);

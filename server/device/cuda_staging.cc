@@ -6,6 +6,17 @@
 #include "kernels/base/status_macros.h"
 
 namespace spmmd::server {
+namespace {
+
+// Below this one more copy in memory costs less than one more copy of the device's.
+constexpr uint64_t kMinDirectBytes = uint64_t{32} << 10;
+
+template <typename Piece>
+bool IsDirect(const Piece& piece) {
+  return piece.pinned && piece.bytes >= kMinDirectBytes;
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<CudaStaging>> CudaStaging::Create(CudaContext* context) {
   std::unique_ptr<CudaStaging> staging(new CudaStaging(context));
@@ -49,6 +60,12 @@ absl::Status CudaStaging::Upload(std::byte* block, absl::Span<const UploadPiece>
     return absl::OkStatus();
   };
   for (const UploadPiece& piece : pieces) {
+    if (IsDirect(piece)) {
+      SPMMD_RETURN_IF_ERROR(flush());  // it may cover this piece's place
+      SPMMD_RETURN_IF_ERROR(context_->Check(
+          cuda.memcpy_async(context_->device(), block + piece.offset, piece.from, piece.bytes, stream)));
+      continue;
+    }
     for (uint64_t done = 0; done < piece.bytes;) {
       const uint64_t at = piece.offset + done;
       if (used > 0 && at >= begin + kSlotBytes) SPMMD_RETURN_IF_ERROR(flush());
@@ -81,7 +98,26 @@ void CudaStaging::Empty(absl::Span<const DownloadPiece> pieces) const {
 
 absl::Status CudaStaging::Download(const std::byte* block, absl::Span<const DownloadPiece> pieces,
                                    spmmd_cuda_stream stream) {
-  if (pieces.empty()) return absl::OkStatus();
+  bool direct = false;
+  for (size_t begin = 0; begin < pieces.size();) {
+    size_t end = begin;
+    while (end < pieces.size() && !IsDirect(pieces[end])) ++end;
+    if (end > begin) {
+      SPMMD_RETURN_IF_ERROR(DownloadStaged(block, pieces.subspan(begin, end - begin), stream));
+      direct = false;  // it has waited for what was enqueued before
+      begin = end;
+      continue;
+    }
+    const DownloadPiece& piece = pieces[begin++];
+    SPMMD_RETURN_IF_ERROR(context_->Check(
+        context_->cuda().memcpy_async(context_->device(), piece.to, block + piece.offset, piece.bytes, stream)));
+    direct = true;
+  }
+  return direct ? context_->Check(context_->cuda().stream_synchronize(context_->device(), stream)) : absl::OkStatus();
+}
+
+absl::Status CudaStaging::DownloadStaged(const std::byte* block, absl::Span<const DownloadPiece> pieces,
+                                         spmmd_cuda_stream stream) {
   const CudaLibrary& cuda = context_->cuda();
   const uint64_t end = pieces.back().offset + pieces.back().bytes;
   // Chunk c is bytes [first + c * kSlotBytes, ...) of the block, in slot c % 2.

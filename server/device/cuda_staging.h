@@ -1,6 +1,6 @@
-// Copies between a request's pageable memory and a device through page-locked slots: two a direction, so that filling
-// or emptying one overlaps with the transfer of the other, and so that the pinned memory is bounded whatever a request
-// brings.
+// Copies between a request's memory and a device. Pageable memory goes through page-locked slots: two a direction, so
+// that filling or emptying one overlaps with the transfer of the other, and so that the pinned memory is bounded
+// whatever a request brings. Large pieces that are page-locked themselves are copied where they lie.
 #ifndef SPMMD_SERVER_DEVICE_CUDA_STAGING_H_
 #define SPMMD_SERVER_DEVICE_CUDA_STAGING_H_
 
@@ -26,11 +26,13 @@ class CudaStaging {
     const std::byte* from = nullptr;
     uint64_t offset = 0;
     uint64_t bytes = 0;
+    bool pinned = false;
   };
   struct DownloadPiece {
     std::byte* to = nullptr;
     uint64_t offset = 0;
     uint64_t bytes = 0;
+    bool pinned = false;
   };
 
   static absl::StatusOr<std::unique_ptr<CudaStaging>> Create(CudaContext* context);
@@ -38,8 +40,8 @@ class CudaStaging {
   CudaStaging(const CudaStaging&) = delete;
   CudaStaging& operator=(const CudaStaging&) = delete;
 
-  // Enqueues the copies; pieces in ascending order of offset, without overlap. When it returns their memory has been
-  // read. What lies between two pieces may be overwritten.
+  // Enqueues the copies; pieces in ascending order of offset, without overlap. When it returns the memory of those that
+  // are not pinned has been read. What lies between two pieces may be overwritten.
   absl::Status Upload(std::byte* block, absl::Span<const UploadPiece> pieces, spmmd_cuda_stream stream);
   // For small requests, whose copies are part of a graph: fills the first upload slot, whose bytes then stand for the
   // block's, and empties the first download slot. The caller enqueues the copies between slot and block, and waits.
@@ -60,6 +62,8 @@ class CudaStaging {
 
   explicit CudaStaging(CudaContext* context) : context_(context) {}
   absl::Status Await(Slot& slot);
+  // Download of pieces through the slots.
+  absl::Status DownloadStaged(const std::byte* block, absl::Span<const DownloadPiece> pieces, spmmd_cuda_stream stream);
 
   CudaContext* const context_;
   std::array<Slot, 2> up_;

@@ -14,6 +14,7 @@
 #include "absl/types/span.h"
 #include "kernels/format/packed_layer.h"
 #include "server/device/executor.h"
+#include "server/device/host_buffers.h"
 #include "server/device/memory_budget.h"
 #include "server/engine/plan.h"
 #include "server/metrics/metrics.h"
@@ -101,6 +102,8 @@ class Device {
   const std::string& backend() const { return backend_; }  // "cpu"
   MemoryBudget& budget() { return budget_; }
   Executor& executor() { return *executor_; }
+  // For payloads that the device reads and writes.
+  HostBufferPool& host_buffers() { return *host_buffers_; }
   // False once an error has come from which the device does not recover.
   virtual bool healthy() const { return true; }
   // `callback` runs once, on any thread, when the device stops being healthy; at once when it has already. Null: nobody
@@ -152,6 +155,8 @@ class Device {
   void Shutdown();
 
   Metrics* metrics() const { return metrics_; }
+  // Before Start().
+  void set_host_buffers(std::shared_ptr<HostBufferPool> pool) { host_buffers_ = std::move(pool); }
   void set_measured_bandwidth(double bytes_per_second) { measured_bandwidth_ = bytes_per_second; }
   double measured_bandwidth() const { return measured_bandwidth_; }
 
@@ -168,6 +173,7 @@ class Device {
   Metrics* const metrics_;
   MemoryBudget budget_;
   double measured_bandwidth_ = 0;
+  std::shared_ptr<HostBufferPool> host_buffers_ = HostBufferPool::Create({});
   std::unique_ptr<Executor> executor_;
 };
 

@@ -20,6 +20,7 @@ void End(Job& job, absl::Status status) {
   job.layers.clear();
   job.copies.clear();
   job.leases.clear();
+  job.buffers.clear();
   job.done(std::move(status));
   job.done = nullptr;
 }

@@ -86,6 +86,7 @@ struct ShardedRun {
     // The last one: nobody else looks any more.
     job->copies.clear();
     job->leases.clear();
+    job->buffers.clear();
     job->done(std::move(result));
     job->done = nullptr;
   }
@@ -102,6 +103,17 @@ absl::Status ProgramNotFound(const std::string& id) {
 }
 
 }  // namespace
+
+// A program kept for later, with the plan made of it and the state of the catalog that the plan is good for.
+class Engine::RegisteredProgram {
+ public:
+  pb::Program program;
+  std::string serialized;  // what its id is made of
+  int64_t uses = 0;        // registrations less removals; guarded by Engine::mutex_
+  absl::Mutex mutex;
+  std::shared_ptr<const Plan> plan ABSL_GUARDED_BY(mutex);
+  uint64_t generation ABSL_GUARDED_BY(mutex) = 0;
+};
 
 Engine::Engine(Options options, LayerCatalog* catalog, Metrics* metrics)
     : options_(options),
@@ -125,7 +137,7 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
   const absl::Time start = absl::Now();
   auto job = std::make_shared<Job>();
   job->deadline = deadline;
-  absl::Status prepared = GuardHostMemory([&] { return Prepare(request, caller.regions, response, job.get()); });
+  absl::Status prepared = GuardHostMemory([&] { return Prepare(request, caller, response, job.get()); });
   if (!prepared.ok()) {
     done(std::move(prepared));
     return nullptr;
@@ -184,15 +196,15 @@ void Engine::Cancel(const Call& call) {
   for (const std::shared_ptr<Job>& shard : call->shards) shard->device->executor().Cancel(shard, status);
 }
 
-absl::Status Engine::Prepare(const pb::ExecuteRequest& request, const RegionSet* regions, pb::ExecuteResponse* response,
+absl::Status Engine::Prepare(const pb::ExecuteRequest& request, const Caller& caller, pb::ExecuteResponse* response,
                              Job* job) {
   std::shared_ptr<RegisteredProgram> registered;
-  SPMMD_RETURN_IF_ERROR(BindPlan(request, job, &registered));
-  SPMMD_RETURN_IF_ERROR(BindInputs(request, *job->plan, options_.max_tokens, regions, job));
+  SPMMD_RETURN_IF_ERROR(BindPlan(request, caller, job, &registered));
+  SPMMD_RETURN_IF_ERROR(BindInputs(request, *job->plan, options_.max_tokens, caller.regions, caller.payloads, job));
   SPMMD_RETURN_IF_ERROR(Schedule(request, job));
   const pb::Program& program = registered != nullptr ? registered->program : request.program();
   SPMMD_ASSIGN_OR_RETURN(const auto slices, FindOutputSlices(request, program, *job->plan));
-  SPMMD_RETURN_IF_ERROR(PlaceOutputs(slices, regions, request.outputs_size() > 0, response, job));
+  SPMMD_RETURN_IF_ERROR(PlaceOutputs(slices, caller, request.outputs_size() > 0, response, job));
   return job->plan->sharded ? SplitJob(job) : ChooseDevice(job);
 }
 
@@ -257,6 +269,7 @@ absl::Status Engine::SplitJob(Job* job) {
       output.cols = end - begin;
       shard->outputs.push_back(output);
     }
+    shard->outputs_pinned = job->outputs_pinned;
     shard->bytes = job->bytes;
     shard->deadline = job->deadline;
     shard->flow = job->flow;
@@ -282,11 +295,26 @@ absl::Status Engine::Schedule(const pb::ExecuteRequest& request, Job* job) const
   return absl::OkStatus();
 }
 
-absl::Status Engine::BindPlan(const pb::ExecuteRequest& request, Job* job, std::shared_ptr<RegisteredProgram>* found) {
+Engine::KnownProgram Engine::Recall(absl::string_view program_bytes) {
+  absl::MutexLock lock(&mutex_);
+  const auto entry = recalled_.find(program_bytes);
+  return entry == recalled_.end() ? nullptr : entry->second;
+}
+
+absl::Status Engine::BindPlan(const pb::ExecuteRequest& request, const Caller& caller, Job* job,
+                              std::shared_ptr<RegisteredProgram>* found) {
   std::shared_ptr<RegisteredProgram>& registered = *found;
-  switch (request.target_case()) {
+  const auto target = caller.known != nullptr ? pb::ExecuteRequest::kProgram : request.target_case();
+  const bool remember = caller.known == nullptr && target == pb::ExecuteRequest::kProgram &&
+                        !caller.program_bytes.empty() && caller.program_bytes.size() <= kMaxRecalledBytes;
+  switch (target) {
     case pb::ExecuteRequest::kProgram:
       if (request.outputs_size() > 0) return FieldError("outputs", "only with program_id");
+      registered = caller.known;
+      if (remember) {
+        registered = std::make_shared<RegisteredProgram>();
+        registered->program = request.program();
+      }
       break;
     case pb::ExecuteRequest::kProgramId: {
       SPMMD_ASSIGN_OR_RETURN(registered, FindProgram(request.program_id()));
@@ -298,7 +326,13 @@ absl::Status Engine::BindPlan(const pb::ExecuteRequest& request, Job* job, std::
   for (int attempt = 0; attempt < kPlanAttempts; ++attempt) {
     SPMMD_ASSIGN_OR_RETURN(job->plan,
                            registered != nullptr ? PlanOf(*registered) : PlanProgram(request.program(), *catalog_));
-    if (TakeLeases(job)) return absl::OkStatus();
+    if (!TakeLeases(job)) continue;
+    if (remember) {
+      absl::MutexLock lock(&mutex_);
+      if (recalled_.size() >= kMaxRecalled) recalled_.clear();
+      recalled_.insert_or_assign(caller.program_bytes, registered);
+    }
+    return absl::OkStatus();
   }
   return MakeError(absl::StatusCode::kUnavailable, reason::kLayerNotReady,
                    "a layer of the program is being replaced all the time");
@@ -318,7 +352,7 @@ absl::StatusOr<std::shared_ptr<const Plan>> Engine::PlanOf(RegisteredProgram& re
   return plan;
 }
 
-absl::Status Engine::PlaceOutputs(const std::vector<const pb::RegionSlice*>& slices, const RegionSet* regions,
+absl::Status Engine::PlaceOutputs(const std::vector<const pb::RegionSlice*>& slices, const Caller& caller,
                                   bool in_request, pb::ExecuteResponse* response, Job* job) {
   const Plan& plan = *job->plan;
   uint64_t total = 0;
@@ -348,9 +382,17 @@ absl::Status Engine::PlaceOutputs(const std::vector<const pb::RegionSlice*>& sli
     std::byte* data = nullptr;
     if (slices[o] != nullptr) {
       const std::string path = absl::StrCat(in_request ? "outputs[" : "program.outputs[", o, "].region");
-      SPMMD_ASSIGN_OR_RETURN(data, BindSlice(regions, *slices[o], path, output.dtype, bytes, /*output=*/true, job));
+      SPMMD_ASSIGN_OR_RETURN(data,
+                             BindSlice(caller.regions, *slices[o], path, output.dtype, bytes, /*output=*/true, job));
       if (job->regions.back().region->device() != nullptr) job->outputs_on_device |= uint32_t{1} << o;
       *tensor.mutable_region() = *slices[o];
+    } else if (caller.payloads != nullptr && bytes >= Payloads::kMinBytes) {
+      caller.payloads->outputs.resize(plan.outputs.size());
+      HostBuffer& buffer = caller.payloads->outputs[o];
+      buffer = plan.devices.front()->host_buffers().Take(bytes);
+      if (buffer.pinned()) job->outputs_pinned |= uint32_t{1} << o;
+      data = buffer.data();
+      tensor.mutable_data();
     } else {
       std::string& content = *tensor.mutable_data();
       content.resize(bytes);

@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "server/catalog/catalog.h"
 #include "server/engine/layer_loader.h"
+#include "server/engine/payloads.h"
 #include "server/engine/plan.h"
 #include "server/metrics/metrics.h"
 #include "server/pb.h"
@@ -35,11 +36,23 @@ class Engine {
     int64_t max_batch_tokens = 512;                 // as the devices' executors have it
   };
 
-  // Who asks.
+  // A program with its plan, from an earlier request.
+  class RegisteredProgram;
+  using KnownProgram = std::shared_ptr<RegisteredProgram>;
+
+  // Who asks, and what is not in the message.
   struct Caller {
     const RegionSet* regions = nullptr;  // of the connection; looked at before Execute returns
     bool hand_off = false;               // never run on the calling thread
+    // What the messages leave out. The inputs are read before Execute returns; the outputs are there when `done` is
+    // called with OK. Null: the messages are whole.
+    Payloads* payloads = nullptr;
+    KnownProgram known;  // in place of the request's target
+    // The program's serialised bytes, to Recall() it by once it has been planned. Empty: not.
+    absl::string_view program_bytes;
   };
+  // A program that an earlier request gave in these very bytes, lately; null when there was none.
+  KnownProgram Recall(absl::string_view program_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   // Handle of one Execute, for Cancel only. Null when it has ended already.
   using Call = std::shared_ptr<Job>;
 
@@ -91,18 +104,12 @@ class Engine {
   const Options& options() const { return options_; }
 
  private:
-  // A program kept for later, with the plan made of it and the state of the catalog that the plan is good for.
-  struct RegisteredProgram {
-    pb::Program program;
-    std::string serialized;  // what its id is made of
-    int64_t uses = 0;        // registrations less removals; guarded by Engine::mutex_
-    absl::Mutex mutex;
-    std::shared_ptr<const Plan> plan ABSL_GUARDED_BY(mutex);
-    uint64_t generation ABSL_GUARDED_BY(mutex) = 0;
-  };
+  // Bounds of what is recalled.
+  static constexpr size_t kMaxRecalled = 1024;
+  static constexpr size_t kMaxRecalledBytes = size_t{16} << 10;  // of one program
 
   // Plans (or looks up) the program, takes leases on its layers and binds inputs and outputs.
-  absl::Status Prepare(const pb::ExecuteRequest& request, const RegionSet* regions, pb::ExecuteResponse* response,
+  absl::Status Prepare(const pb::ExecuteRequest& request, const Caller& caller, pb::ExecuteResponse* response,
                        Job* job);
   // Submits a job whose copies are taken.
   static void Dispatch(const std::shared_ptr<Job>& job);
@@ -112,11 +119,12 @@ class Engine {
   static absl::Status SplitJob(Job* job);
   // Sets what the queue goes by: flow, priority, whether the job may share a launch.
   absl::Status Schedule(const pb::ExecuteRequest& request, Job* job) const;
-  // `registered` is set for a program_id.
-  absl::Status BindPlan(const pb::ExecuteRequest& request, Job* job, std::shared_ptr<RegisteredProgram>* registered);
-  // In the response, or where `slices` say.
-  absl::Status PlaceOutputs(const std::vector<const pb::RegionSlice*>& slices, const RegionSet* regions,
-                            bool in_request, pb::ExecuteResponse* response, Job* job);
+  // `registered` is set for a program_id, and for one that is or will be recalled.
+  absl::Status BindPlan(const pb::ExecuteRequest& request, const Caller& caller, Job* job,
+                        std::shared_ptr<RegisteredProgram>* registered);
+  // In the response or beside it, or where `slices` say.
+  absl::Status PlaceOutputs(const std::vector<const pb::RegionSlice*>& slices, const Caller& caller, bool in_request,
+                            pb::ExecuteResponse* response, Job* job);
   absl::StatusOr<std::shared_ptr<const Plan>> PlanOf(RegisteredProgram& registered);
   absl::StatusOr<std::shared_ptr<RegisteredProgram>> FindProgram(const std::string& program_id);
 
@@ -126,6 +134,8 @@ class Engine {
 
   absl::Mutex mutex_;
   absl::flat_hash_map<std::string, std::shared_ptr<RegisteredProgram>> programs_ ABSL_GUARDED_BY(mutex_);
+  // By their bytes; emptied when it is full.
+  absl::flat_hash_map<std::string, std::shared_ptr<RegisteredProgram>> recalled_ ABSL_GUARDED_BY(mutex_);
   // The last member: its thread calls the others.
   LayerLoader loader_;
 };

@@ -9,6 +9,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/format/dense.h"
 #include "server/catalog/types.h"
+#include "server/device/device.h"
 #include "server/engine/program.h"
 #include "server/engine/regions.h"
 #include "server/errors.h"
@@ -55,12 +56,27 @@ absl::Status ByteCount(const std::string& path, uint64_t expected, uint64_t got)
   return FieldError(path, absl::StrCat("expected ", expected, " bytes, got ", got));
 }
 
+const Payloads::Input* PayloadOf(const Payloads* payloads, int input) {
+  if (payloads == nullptr || payloads->inputs.size() <= static_cast<size_t>(input)) return nullptr;
+  return &payloads->inputs[static_cast<size_t>(input)];
+}
+
 absl::Status BindDense(const pb::Tensor& tensor, const std::string& path, int64_t max_tokens, const RegionSet* regions,
-                       InputValue* value, int64_t* rows, int64_t* cols, Job* job) {
+                       const Payloads::Input* payload, InputValue* value, int64_t* rows, int64_t* cols, Job* job) {
   SPMMD_ASSIGN_OR_RETURN(const Shape shape, ReadShape(tensor, path, max_tokens));
   const std::byte* data = nullptr;
   switch (tensor.content_case()) {
     case pb::Tensor::kData:
+      if (payload != nullptr && payload->present()) {
+        if (payload->bytes != shape.bytes()) {
+          return ByteCount(absl::StrCat(path, ".data"), shape.bytes(), payload->bytes);
+        }
+        job->buffers.push_back(job->plan->devices.front()->host_buffers().Take(payload->bytes));
+        Gather(payload->pieces, job->buffers.back().data());
+        data = job->buffers.back().data();
+        value->pinned = job->buffers.back().pinned();
+        break;
+      }
       if (tensor.data().size() != shape.bytes()) {
         return ByteCount(absl::StrCat(path, ".data"), shape.bytes(), tensor.data().size());
       }
@@ -164,7 +180,7 @@ absl::Status BindSparse(const pb::SparseTensor& tensor, const std::string& path,
 }  // namespace
 
 absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int64_t max_tokens,
-                        const RegionSet* regions, Job* job) {
+                        const RegionSet* regions, const Payloads* payloads, Job* job) {
   const size_t count = plan.input_names.size();
   job->inputs.clear();
   job->inputs.resize(count);
@@ -192,7 +208,8 @@ absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int
     std::string value_path;
     if (input.has_dense()) {
       value_path = absl::StrCat(path, ".dense");
-      SPMMD_RETURN_IF_ERROR(BindDense(input.dense(), value_path, max_tokens, regions, &value, &rows, &cols, job));
+      SPMMD_RETURN_IF_ERROR(
+          BindDense(input.dense(), value_path, max_tokens, regions, PayloadOf(payloads, i), &value, &rows, &cols, job));
     } else if (input.has_sparse()) {
       value_path = absl::StrCat(path, ".sparse");
       if (plan.input_dense_only[index]) {

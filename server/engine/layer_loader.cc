@@ -98,6 +98,7 @@ void LayerLoader::End(const std::shared_ptr<Job>& job, absl::Status status) {
   // The job itself may live on in a handle for Cancel(): what it holds goes now.
   job->copies.clear();
   job->leases.clear();
+  job->buffers.clear();
   job->done(std::move(status));
   job->done = nullptr;
   Passed();

@@ -20,6 +20,7 @@
 #include "absl/types/span.h"
 #include "kernels/base/activation.h"
 #include "kernels/format/dense.h"
+#include "server/device/host_buffers.h"
 
 namespace spmmd::server {
 
@@ -93,6 +94,7 @@ struct SparseRows {
 struct InputValue {
   DenseView dense;         // when !sparse
   bool on_device = false;  // `dense` is memory of Job::memory_device
+  bool pinned = false;     // `dense` is page-locked
   std::optional<SparseRows> sparse;
 };
 
@@ -118,6 +120,8 @@ struct Job {
   std::vector<InputValue> inputs;                             // by Plan::input_names index
   std::vector<MutableDenseView> outputs;                      // by Plan::outputs index
   uint32_t outputs_on_device = 0;                             // bit o: outputs[o] is memory of `memory_device`
+  uint32_t outputs_pinned = 0;                                // bit o: outputs[o] is page-locked
+  std::vector<HostBuffer> buffers;                            // that inputs point into
   std::vector<RegionUse> regions;                             // shared memory among inputs and outputs
   const Device* memory_device = nullptr;                      // the run must be here: regions are this device's memory
   uint64_t bytes = 0;                                         // of inputs and outputs, for admission

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/catalog/catalog.h"
+#include "server/engine/payloads.h"
 #include "server/engine/plan.h"
 #include "server/pb.h"
 #include "server/shm/region.h"
@@ -26,9 +27,10 @@ inline constexpr int kMaxNameLength = 64;
 absl::StatusOr<std::shared_ptr<const Plan>> PlanProgram(const pb::Program& program, const LayerCatalog& catalog);
 
 // Checks the inputs of a request against a plan and points the job at their bytes: dtype, shape, byte counts, sparse
-// offsets and indices; sets job.rows. Regions are looked up in `regions` (null: none). `request` must outlive the job.
+// offsets and indices; sets job.rows. Regions are looked up in `regions` (null: none). What `payloads` (null: none)
+// hold is gathered into buffers of the job. `request` must outlive the job.
 absl::Status BindInputs(const pb::ExecuteRequest& request, const Plan& plan, int64_t max_tokens,
-                        const RegionSet* regions, Job* job);
+                        const RegionSet* regions, const Payloads* payloads, Job* job);
 
 // Where each output of the plan goes: its slice in shared memory, or null for the response. `program` is the request's
 // or the registered one; the request's own `outputs` replace what that says. INVALID_ARGUMENT naming "outputs[i]".

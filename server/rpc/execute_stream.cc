@@ -16,6 +16,7 @@
 #include "server/engine/engine.h"
 #include "server/errors.h"
 #include "server/pb.h"
+#include "server/rpc/execute_wire.h"
 #include "server/rpc/pipelined_stream.h"
 #include "server/rpc/region_calls.h"
 #include "server/rpc/unary_call.h"
@@ -47,13 +48,12 @@ class ExecuteStreamItem final : public StreamRequest {
       : rpc_(rpc), context_(context), ids_(std::move(ids)) {}
 
   absl::Status Parse(grpc::ByteBuffer* bytes) override {
-    absl::Status status = ParseMessage(bytes, &request_);
-    if (status.ok()) owns_id_ = ids_->Insert(request_.request_id());
+    absl::Status status = request_.ParseStream(*rpc_.engine, bytes, &request_id_);
+    if (status.ok()) owns_id_ = ids_->Insert(request_id_);
     return status;
   }
 
   Engine::Call Start(Engine& engine, absl::Time deadline, std::function<void(absl::Status)> done) override {
-    response_.set_request_id(request_.request_id());
     if (!owns_id_) {
       done(FieldError("request_id", "a request with this id is in flight on the stream"));
       return nullptr;
@@ -61,27 +61,35 @@ class ExecuteStreamItem final : public StreamRequest {
     const std::shared_ptr<const RegionSet> regions = RegionsOf(rpc_, context_);
     Engine::Caller caller;
     caller.regions = regions.get();
-    return engine.Execute(request_.request(), response_.mutable_response(), deadline, caller, std::move(done));
+    request_.Describe(&caller);
+    Engine::Call call = engine.Execute(request_.message(), &response_, deadline, caller, std::move(done));
+    request_.ReleaseBytes();
+    return call;
   }
 
   absl::Status Answer(const absl::Status& result, grpc::ByteBuffer* bytes) override {
+    // Before the answer travels: whoever has it may use the id again.
+    if (owns_id_) ids_->Erase(request_id_);
     if (!result.ok()) {
-      pb::StreamError* error = response_.mutable_error();
+      pb::ExecuteStreamResponse response;
+      response.set_request_id(request_id_);
+      pb::StreamError* error = response.mutable_error();
       error->set_code(static_cast<int32_t>(result.code()));
       error->set_message(std::string(result.message()));
       error->set_status_details(ToRpcStatus(result).SerializeAsString());
+      return SerializeMessage(response, bytes);
     }
-    // Before the answer travels: whoever has it may use the id again.
-    if (owns_id_) ids_->Erase(request_.request_id());
-    return SerializeMessage(response_, bytes);
+    *bytes = SerializeExecuteStreamResponse(request_id_, response_, std::move(request_.payloads().outputs));
+    return absl::OkStatus();
   }
 
  private:
   RpcContext& rpc_;
   const grpc::CallbackServerContext& context_;
   const std::shared_ptr<RequestIds> ids_;
-  pb::ExecuteStreamRequest request_;
-  pb::ExecuteStreamResponse response_;
+  ReceivedRequest request_;
+  uint64_t request_id_ = 0;
+  pb::ExecuteResponse response_;
   bool owns_id_ = false;
 };
 

@@ -9,29 +9,55 @@
 #include "grpcpp/grpcpp.h"
 #include "server/errors.h"
 #include "server/rpc/execute_stream.h"
+#include "server/rpc/execute_wire.h"
 #include "server/rpc/region_calls.h"
 #include "server/rpc/unary_call.h"
 
 namespace spmmd::server {
 namespace {
 
-class ExecuteCall final : public UnaryCall<pb::ExecuteRequest, pb::ExecuteResponse> {
+// Like UnaryCall, with the payloads of request and response where they are (execute_wire.h).
+class ExecuteCall final : public grpc::ServerUnaryReactor {
  public:
-  using UnaryCall::UnaryCall;
+  ExecuteCall(RpcContext& rpc, const Method& method, grpc::CallbackServerContext* context,
+              grpc::ByteBuffer* response_bytes)
+      : scope_(rpc, method, context), response_bytes_(response_bytes) {}
 
   // Called by the method's handler. gRPC delivers neither OnCancel nor OnDone before the handler has returned the
   // reactor, so `call_` is set by then.
-  void Run() {
-    const std::shared_ptr<const RegionSet> regions = RegionsOf(scope().rpc(), scope().context());
+  void Run(const grpc::ByteBuffer* request_bytes) {
+    Engine& engine = *scope_.rpc().engine;
+    absl::Status status = scope_.Admit();
+    // The buffer is this call's own; only gRPC's signature makes it const.
+    if (status.ok()) status = request_.ParseExecute(engine, const_cast<grpc::ByteBuffer*>(request_bytes));
+    if (!status.ok()) {
+      Finish(scope_.Finish(status));
+      return;
+    }
+    const std::shared_ptr<const RegionSet> regions = RegionsOf(scope_.rpc(), scope_.context());
     Engine::Caller caller;
     caller.regions = regions.get();
-    call_ = scope().rpc().engine->Execute(request(), response(), scope().deadline(), caller,
-                                          [this](absl::Status status) { End(std::move(status)); });
+    request_.Describe(&caller);
+    call_ =
+        engine.Execute(request_.message(), &response_, scope_.deadline(), caller, [this](const absl::Status& result) {
+          if (result.ok()) {
+            *response_bytes_ = SerializeExecuteResponse(response_, std::move(request_.payloads().outputs));
+          }
+          Finish(scope_.Finish(result));
+        });
+    request_.ReleaseBytes();
   }
 
-  void OnCancel() override { scope().rpc().engine->Cancel(call_); }
+  void OnCancel() override { scope_.rpc().engine->Cancel(call_); }
+  void OnDone() override { delete this; }
 
  private:
+  ~ExecuteCall() override = default;
+
+  CallScope scope_;
+  grpc::ByteBuffer* const response_bytes_;
+  ReceivedRequest request_;
+  pb::ExecuteResponse response_;
   Engine::Call call_;
 };
 
@@ -59,7 +85,7 @@ SparseMatmulService::SparseMatmulService(RpcContext* rpc)
 grpc::ServerUnaryReactor* SparseMatmulService::Execute(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* request, grpc::ByteBuffer* response) {
   auto* call = new ExecuteCall(rpc_, execute_, context, response);
-  if (call->Begin(request)) call->Run();
+  call->Run(request);
   return call;
 }
 

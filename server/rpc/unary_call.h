@@ -15,13 +15,18 @@
 
 namespace spmmd::server {
 
+template <typename Message>
+absl::Status MalformedMessage() {
+  return MakeError(absl::StatusCode::kInvalidArgument, "MALFORMED_MESSAGE",
+                   "the request's bytes are not a " + Message::descriptor()->full_name() + " message");
+}
+
 // Parses, and empties, the buffer. INVALID_ARGUMENT when the bytes are not such a message.
 template <typename Message>
 absl::Status ParseMessage(grpc::ByteBuffer* bytes, Message* message) {
   const grpc::Status status = grpc::SerializationTraits<Message>::Deserialize(bytes, message);
   if (status.ok()) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kInvalidArgument, "MALFORMED_MESSAGE",
-                   "the request's bytes are not a " + Message::descriptor()->full_name() + " message");
+  return MalformedMessage<Message>();
 }
 
 template <typename Message>

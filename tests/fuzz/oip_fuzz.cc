@@ -77,7 +77,7 @@ void Convert(const Model& model, const inference::ModelInferRequest& given) {
   const RegionSet none(&pool);
   Job job;
   job.plan = MakePlan(model.is_layer());
-  status = BindInputs(execute, *job.plan, kMaxTokens, &none, &job);
+  status = BindInputs(execute, *job.plan, kMaxTokens, &none, /*payloads=*/nullptr, &job);
   const absl::Status told = ToInferError(status, context);
   Require(told.code() == status.code() && ReasonOf(told) == ReasonOf(status));
   // The caller never reads a path of a message that he did not send.

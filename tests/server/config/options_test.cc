@@ -231,6 +231,12 @@ TEST(CommandLineTest, ADirectoryIsNoConfiguration) {
   EXPECT_EQ(Parse({"--config", "/tmp"}).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
+TEST(CommandLineTest, BusyPollIsShort) {
+  EXPECT_EQ(ParseOk({"--busy-poll=50us"}).busy_poll, absl::Microseconds(50));
+  EXPECT_EQ(ParseOk({"--busy-poll=0"}).busy_poll, absl::ZeroDuration());
+  EXPECT_THAT(ParseError({"--busy-poll=1s"}), HasSubstr("--busy-poll: must be at most 100ms"));
+}
+
 TEST(ParseBytesTest, UnitsAndLimits) {
   EXPECT_EQ(*ParseBytes("0"), 0u);
   EXPECT_EQ(*ParseBytes("3KiB"), 3072u);
