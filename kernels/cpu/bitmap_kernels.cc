@@ -182,8 +182,10 @@ bool HasScaledF16Impl() { return HWY_TARGET == HWY_AVX3_DL; }
 
 bool HasBf16DotImpl() {
 #if HWY_TARGET == HWY_AVX3_DL
-  static const bool has = Bf16DotIsAChain();
-  return has;
+  // Intel's multiplies half as fast as fused multiply-add: on Emerald Rapids a step takes 6 cycles with it and 4.3
+  // without.
+  static const bool fast = __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16") && Bf16DotIsAChain();
+  return fast;
 #else
   return false;
 #endif

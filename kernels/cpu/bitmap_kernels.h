@@ -36,7 +36,7 @@ inline constexpr float kScaledF16Limit = 0x1p15f;
 
 // Whether the running target has a kernel for kF16Scaled (that is faster than kF16).
 bool HasScaledF16();
-// Whether this machine has a kernel for kBf16Dot.
+// Whether this machine has a kernel for kBf16Dot that is faster than kBf16.
 bool HasBf16Dot();
 
 // Sums come in groups of kGroupRows rows.

@@ -4,20 +4,23 @@
 // A step is 32 rows of one column: VPEXPANDW puts the packed values into their rows. Then either two instructions widen
 // the even and the odd rows to fp32 where they are and two fused multiply-adds add them to the sums with x[k]
 // broadcast; or, for bf16 weights and x (kBf16Dot), the rows of two columns are interleaved and VDPBF16PS adds both
-// columns' products. In their caches' reach a step takes a Zen 4 core 3.4 cycles with kBf16Dot, 4.5 with kBf16 and 5.6
+// columns' products. In its L2 cache's reach a step takes a Zen 4 core 3.2 cycles with kBf16Dot, 4.3 with kBf16 and 5.4
 // with kF16Scaled.
 //
-// What bounds a step are two of the four 256-bit FP pipes: an expansion takes three of their slots, moving its mask
-// one, and the two multiply-adds of 512 bits four, which VDPBF16PS halves. What makes it fast otherwise, each found by
-// measurement:
+// What bounds a step are the two 256-bit FP pipes that multiply: an expansion takes 2.7 of their slots, moving its mask
+// one, and the two multiply-adds of 512 bits four, which VDPBF16PS halves; 3.8 cycles with kBf16, when nothing else
+// were in the way. Shifts and masking run elsewhere, the multiplication of kF16Scaled does not (but shifting instead
+// takes longer). What makes it fast otherwise, each found by measurement:
 // - Eight columns are expanded before the first multiply-add is issued: mixed, the expansions wait behind dependent
 //   multiply-adds in the scheduler, and a step takes twice as long. KeepHere() stops the compiler from mixing them
 //   again.
+// - Masks go from memory to mask registers by halves (ExpandMask).
 // - The sums of a group are loaded and stored once per eight columns.
 // - SpMV passes over 1024 rows of eight columns at a time, whose 4 KiB of sums stay in the L1 cache. Meanwhile the next
-//   eight columns are prefetched into L2, each at the place of the one that is being read plus a distance. That touches
-//   most lines twice, which costs nothing measurable, and needs no loop, which does. Prefetching into L1 wakes the
-//   hardware prefetchers, which on SpMspV fetch the skipped columns as well.
+//   eight columns are prefetched into L2. When they follow one another in memory, that is one run of lines; listed
+//   columns are prefetched each at the place of the one that is being read plus a distance, which touches most lines
+//   twice. Neither needs a loop, which would cost more. Prefetching into L1 wakes the hardware prefetchers, which on
+//   SpMspV fetch the skipped columns as well.
 #ifndef HWY_TARGET
 #error "Include from bitmap_kernels.cc"
 #endif
@@ -28,6 +31,20 @@ constexpr int64_t kFullStrips = bitmap::kStripsPerTile;
 
 // Names each of eight columns' registers; arrays would go through memory.
 #define SPMMD_EIGHT(M) M(0) M(1) M(2) M(3) M(4) M(5) M(6) M(7)
+
+// Mask bits from memory to the register that an expansion takes them from. In assembly because compilers shift the
+// upper half of a 64-bit mask within the mask registers and bring it back for the popcount, on which the next piece
+// waits. Straight from memory is faster, but for kBf16Dot (4.3 cycles a step against 4.5; 3.5 against 3.2).
+template <Decode kDecode>
+HWY_INLINE __mmask32 ExpandMask(const uint32_t& bits) {
+  __mmask32 mask;
+  if constexpr (kDecode == Decode::kBf16Dot) {
+    asm("kmovd %1, %0" : "=k"(mask) : "r"(bits));
+  } else {
+    asm("kmovd %1, %0" : "=k"(mask) : "m"(bits));
+  }
+  return mask;
+}
 
 HWY_INLINE void KeepHere(__m512i& v) { asm volatile("" : "+v"(v)); }
 
@@ -61,10 +78,12 @@ HWY_INLINE const uint16_t* Piece(const BitmapBlock& block, int64_t column) {
 }
 
 // Where eight columns are that will be wanted after eight others: distances in bytes from their pieces, and their
-// masks.
+// masks. When they are eight consecutive ones of a full block, also the lines of their values in a row.
 struct Ahead {
   int64_t pieces[kColumnsAtOnce] = {};
   const uint64_t* masks[kColumnsAtOnce];
+  const char* lines = nullptr;
+  int64_t lines_a_strip = 0;  // of kFullStrips; 0: not in a row
 
   // The columns of `range` from `begin` on, behind those at `from`. Where there are fewer, columns already at hand are
   // fetched again, which costs little.
@@ -77,6 +96,13 @@ struct Ahead {
       pieces[j] = reinterpret_cast<const char*>(Piece(*range.block, column)) - reinterpret_cast<const char*>(from[j]);
       masks[j] = range.block->masks + column * range.block->strips;
     }
+    if (range.ids != nullptr || count < kColumnsAtOnce || range.block->strips != kFullStrips) return;
+    const int64_t first = range.id(begin);
+    const auto values =
+        static_cast<int64_t>(range.block->piece_end(first + kColumnsAtOnce - 1) - range.block->piece_start(first));
+    constexpr int64_t kValuesALine = 64 / sizeof(uint16_t);
+    lines = reinterpret_cast<const char*>(Piece(*range.block, first));
+    lines_a_strip = (values + kFullStrips * kValuesALine - 1) / (kFullStrips * kValuesALine);
   }
 };
 
@@ -86,10 +112,15 @@ HWY_INLINE void AddPairs(__m512i pairs, __m512i x, __m512& sums) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(pairs), "v"(x));
 }
 
-// Adds eight columns to the sums of `strips` strips and advances their pieces. masks: [8][kStride].
-template <Decode kDecode, int64_t kStride>
-HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t** pieces, const float* x,
-                             int64_t strips, const int64_t* ahead, float* HWY_RESTRICT acc) {
+// Adds eight columns to the sums of `strips` strips from `strip` on, and advances their pieces. masks: [8][kStride],
+// acc: from `strip` on. kLines: how many lines in a row are prefetched each strip, at least ahead.lines_a_strip; 0 goes
+// by the distances.
+template <Decode kDecode, int64_t kStride, int64_t kLines>
+HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t** pieces, const float* x, int64_t strip,
+                             int64_t strips, const Ahead& ahead, float* HWY_RESTRICT acc) {
+  static_assert(kLines % kColumnsAtOnce == 0);
+  const int64_t lines_step = ahead.lines_a_strip * 64;
+  const char* lines = ahead.lines + strip * lines_step;
 #define SPMMD_DECLARE(j)                \
   const uint16_t* piece##j = pieces[j]; \
   const __m512 x##j = _mm512_set1_ps(x[j]);
@@ -100,17 +131,17 @@ HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t*
   const __m512i x45 = SPMMD_PAIR_OF(4, 5), x67 = SPMMD_PAIR_OF(6, 7);
 #undef SPMMD_PAIR_OF
   for (int64_t s = 0; s < strips; ++s) {
-#define SPMMD_EXPAND(j)                                                                    \
-  const uint64_t mask##j = masks[j * kStride + s];                                         \
-  const auto low_mask##j = static_cast<uint32_t>(mask##j);                                 \
-  const auto high_mask##j = static_cast<uint32_t>(mask##j >> 32);                          \
-  PrefetchToL2(reinterpret_cast<const char*>(piece##j) + ahead[j]);                        \
-  __m512i low##j = _mm512_maskz_expand_epi16(low_mask##j, _mm512_loadu_si512(piece##j));   \
-  piece##j += __builtin_popcount(low_mask##j);                                             \
-  PrefetchToL2(reinterpret_cast<const char*>(piece##j) + ahead[j]);                        \
-  __m512i high##j = _mm512_maskz_expand_epi16(high_mask##j, _mm512_loadu_si512(piece##j)); \
-  piece##j += __builtin_popcount(high_mask##j);                                            \
-  KeepHere(low##j);                                                                        \
+#define SPMMD_EXPAND(j)                                                                                         \
+  const auto* halves##j = reinterpret_cast<const uint32_t*>(masks + j * kStride + s);                           \
+  if constexpr (kLines == 0) PrefetchToL2(reinterpret_cast<const char*>(piece##j) + ahead.pieces[j]);           \
+  if constexpr (kLines > 0) PrefetchToL2(lines + 64 * j);                                                       \
+  if constexpr (kLines > 8) PrefetchToL2(lines + 64 * (8 + j));                                                 \
+  __m512i low##j = _mm512_maskz_expand_epi16(ExpandMask<kDecode>(halves##j[0]), _mm512_loadu_si512(piece##j));  \
+  piece##j += __builtin_popcount(halves##j[0]);                                                                 \
+  if constexpr (kLines == 0) PrefetchToL2(reinterpret_cast<const char*>(piece##j) + ahead.pieces[j]);           \
+  __m512i high##j = _mm512_maskz_expand_epi16(ExpandMask<kDecode>(halves##j[1]), _mm512_loadu_si512(piece##j)); \
+  piece##j += __builtin_popcount(halves##j[1]);                                                                 \
+  KeepHere(low##j);                                                                                             \
   KeepHere(high##j);
     SPMMD_EIGHT(SPMMD_EXPAND)
 #undef SPMMD_EXPAND
@@ -142,6 +173,7 @@ HWY_INLINE void EightColumns(const uint64_t* HWY_RESTRICT masks, const uint16_t*
     _mm512_store_ps(acc + 32, sum2);
     _mm512_store_ps(acc + 48, sum3);
     acc += bitmap::kStripRows;
+    lines += lines_step;
   }
 #define SPMMD_SAVE(j) pieces[j] = piece##j;
   SPMMD_EIGHT(SPMMD_SAVE)
@@ -173,7 +205,13 @@ void SpmvRange16(const ColumnRange& range, const ColumnRange& next, const float*
       }
       if (range.ids == nullptr && block.strips == kFullStrips && cols == kColumnsAtOnce) {
         const uint64_t* masks = block.masks + (range.first + c0) * kFullStrips + strip;
-        EightColumns<kDecode, kFullStrips>(masks, pieces, column_x, strips, ahead.pieces, pass_acc);
+        if (ahead.lines_a_strip == 0) {
+          EightColumns<kDecode, kFullStrips, 0>(masks, pieces, column_x, strip, strips, ahead, pass_acc);
+        } else if (ahead.lines_a_strip <= 8) {  // up to half of the weights
+          EightColumns<kDecode, kFullStrips, 8>(masks, pieces, column_x, strip, strips, ahead, pass_acc);
+        } else {
+          EightColumns<kDecode, kFullStrips, 16>(masks, pieces, column_x, strip, strips, ahead, pass_acc);
+        }
         continue;
       }
       for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
@@ -190,15 +228,14 @@ void SpmvRange16(const ColumnRange& range, const ColumnRange& next, const float*
           for (int64_t s = 0; s < strips; ++s) to[s] = from[s];
         }
       }
-      EightColumns<kDecode, kPassStrips>(gathered, pieces, column_x, strips, ahead.pieces, pass_acc);
+      EightColumns<kDecode, kPassStrips, 0>(gathered, pieces, column_x, strip, strips, ahead, pass_acc);
     }
   }
 }
 
-// Whether VDPBF16PS is there and adds like two fused multiply-adds, the upper element's first. Its definition leaves no
-// other reading, but Zen 4's is the one that was tried.
+// Whether VDPBF16PS adds like two fused multiply-adds, the upper element's first. Its definition leaves no other
+// reading, but Zen 4's and Emerald Rapids' are the ones that were tried. The CPU must have it.
 inline bool Bf16DotIsAChain() {
-  if (!__builtin_cpu_supports("avx512bf16")) return false;
   // Sums that differ by order, or when only their end is rounded.
   constexpr float kCases[][4] = {{1.0f, 0x1p24f, -0x1p24f, 1.0f},
                                  {0x1p24f, 1.0f, 1.0f, -0x1p24f},
