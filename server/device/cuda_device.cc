@@ -175,7 +175,17 @@ absl::StatusOr<double> CudaDevice::MeasureReadBandwidth() {
 }
 
 bool CudaDevice::CanExecute(Format format) const {
-  return context_->cuda().format_supported(context_->device(), static_cast<int32_t>(format)) == SPMMD_CUDA_OK;
+  switch (format) {
+    case Format::kDense:
+    case Format::kBitmapGpu:
+    case Format::kThreeLayer:
+    case Format::kRowStream:
+    case Format::kRlcCsc:
+    case Format::kColumnPiece:
+      return true;
+    default:
+      return false;
+  }
 }
 
 Format CudaDevice::Layout(Format format) const {
