@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "kernels/cuda/bitmap_gpu_pack.h"
 #include "kernels/cuda/dense_cublaslt.h"
@@ -35,13 +38,15 @@ spmmd_cuda_status Return(const Status& status) {
   return status.code();
 }
 
-// Runs body() and turns what it returns, or std::bad_alloc, into a status.
+// Runs body() and turns what it returns, or what the standard library throws, into a status.
 template <typename Body>
 spmmd_cuda_status Guard(const Body& body) {
   try {
     return Return(body());
   } catch (const std::bad_alloc&) {
     return Return({SPMMD_CUDA_RESOURCE_EXHAUSTED, "out of host memory"});
+  } catch (const std::exception& error) {  // no thread to be had, a mutex that failed
+    return Return({SPMMD_CUDA_RESOURCE_EXHAUSTED, error.what()});
   }
 }
 
@@ -59,10 +64,22 @@ spmmd_cuda_status OnDevice(const spmmd_cuda_device* device, const Body& body) {
 // The common case: one runtime call.
 #define SPMMD_CUDA_FORWARD(device, call) OnDevice(device, [&]() -> Status { return FromCuda((call), #call); })
 
+Status NotNull(const void* pointer, const char* name) {
+  return pointer == nullptr ? InvalidArgument(std::string(name) + ": null") : Status();
+}
+
 cudaStream_t Stream(spmmd_cuda_stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t Event(spmmd_cuda_event event) { return static_cast<cudaEvent_t>(event); }
 
-bool IsSupported(int major, int minor) { return major == 9 && minor == 0; }
+// Older GPUs have neither the tensor-core steps nor the asynchronous copies that the portable kernels are made of.
+bool IsSupported(const cudaDeviceProp& properties) { return properties.major >= 8; }
+
+// Whether the kernels made for compute capability 9.0 run there. SPMMD_CUDA_PORTABLE=1 says no on any device.
+bool IsHopper(const cudaDeviceProp& properties) {
+  const char* const portable = std::getenv("SPMMD_CUDA_PORTABLE");
+  if (portable != nullptr && std::strcmp(portable, "0") != 0 && *portable != '\0') return false;
+  return properties.major == 9 && properties.minor == 0;
+}
 
 // Resolves AUTO and checks the call.
 Status Resolve(const spmmd_cuda_layer* layer, int32_t index, const spmmd_cuda_matmul* call, const Kernel** kernel) {
@@ -77,6 +94,13 @@ Status Resolve(const spmmd_cuda_layer* layer, int32_t index, const spmmd_cuda_ma
 
 uint64_t WorkspaceBytes(const spmmd_cuda_layer& layer, const Kernel& kernel, const spmmd_cuda_matmul& call) {
   return call.n == 0 ? 0 : spmmd::cuda::kCounterBytes + kernel.scratch_bytes(layer, call);
+}
+
+// Code for older architectures does not wait for what runs before it, so it must not be launched early.
+spmmd_cuda_matmul Chainable(const spmmd_cuda_device& device, const spmmd_cuda_matmul& call) {
+  spmmd_cuda_matmul chainable = call;
+  if (!device.hopper) chainable.flags &= ~SPMMD_CUDA_FLAG_CHAIN;
+  return chainable;
 }
 
 // Resolves a kernel for layers that share a launch and checks each call on its own.
@@ -146,14 +170,16 @@ spmmd_cuda_status spmmd_cuda_get_device_info(int32_t index, spmmd_cuda_device_in
     const ScopedDevice scope(index);
     SPMMD_CUDA_TRY(scope.status());
     *info = {};
-    std::snprintf(info->name, sizeof(info->name), "%.127s", properties.name);
+    // Times of other kernels are not this device's, so that the one that runs them by order has a name of its own.
+    const bool by_order = properties.major == 9 && properties.minor == 0 && !IsHopper(properties);
+    std::snprintf(info->name, sizeof(info->name), "%.100s%s", properties.name, by_order ? " (portable)" : "");
     SPMMD_CUDA_CHECK(cudaDeviceGetPCIBusId(info->pci_bus_id, sizeof(info->pci_bus_id), index));
     static_assert(sizeof(info->uuid) == sizeof(properties.uuid.bytes));
     std::memcpy(info->uuid, properties.uuid.bytes, sizeof(info->uuid));
     info->compute_major = properties.major;
     info->compute_minor = properties.minor;
     info->multiprocessors = properties.multiProcessorCount;
-    info->usable = IsSupported(properties.major, properties.minor) ? 1 : 0;
+    info->usable = !IsSupported(properties) ? 0 : IsHopper(properties) ? 1 : 2;
     info->l2_bytes = static_cast<uint64_t>(properties.l2CacheSize);
     size_t free_bytes = 0;
     size_t total_bytes = 0;
@@ -169,10 +195,10 @@ spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** devi
     if (device == nullptr) return InvalidArgument("device: null");
     cudaDeviceProp properties;
     SPMMD_CUDA_CHECK(cudaGetDeviceProperties(&properties, index));
-    if (!IsSupported(properties.major, properties.minor)) {
+    if (!IsSupported(properties)) {
       return Unimplemented(std::string("device ") + properties.name + " has compute capability " +
                            std::to_string(properties.major) + "." + std::to_string(properties.minor) +
-                           "; this build has kernels for 9.0");
+                           "; there are kernels for 8.0 and later");
     }
     const ScopedDevice scope(index);
     SPMMD_CUDA_TRY(scope.status());
@@ -181,7 +207,9 @@ spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** devi
     opened->multiprocessors = properties.multiProcessorCount;
     opened->compute_major = properties.major;
     opened->compute_minor = properties.minor;
+    opened->hopper = IsHopper(properties);
     opened->max_shared_bytes = properties.sharedMemPerBlockOptin;
+    opened->shared_bytes_per_multiprocessor = properties.sharedMemPerMultiprocessor;
     opened->l2_bytes = static_cast<uint64_t>(properties.l2CacheSize);
     SPMMD_CUBLAS_CHECK(cublasLtCreate(&opened->cublaslt));
     *device = opened.release();
@@ -208,7 +236,11 @@ spmmd_cuda_status spmmd_cuda_memory_info(spmmd_cuda_device* device, uint64_t* fr
 }
 
 spmmd_cuda_status spmmd_cuda_malloc(spmmd_cuda_device* device, uint64_t bytes, void** pointer) {
-  return SPMMD_CUDA_FORWARD(device, cudaMalloc(pointer, bytes));
+  return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(pointer, "pointer"));
+    SPMMD_CUDA_CHECK(cudaMalloc(pointer, bytes));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_free(spmmd_cuda_device* device, void* pointer) {
@@ -216,7 +248,11 @@ spmmd_cuda_status spmmd_cuda_free(spmmd_cuda_device* device, void* pointer) {
 }
 
 spmmd_cuda_status spmmd_cuda_host_malloc(spmmd_cuda_device* device, uint64_t bytes, void** pointer) {
-  return SPMMD_CUDA_FORWARD(device, cudaHostAlloc(pointer, bytes, cudaHostAllocPortable));
+  return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(pointer, "pointer"));
+    SPMMD_CUDA_CHECK(cudaHostAlloc(pointer, bytes, cudaHostAllocPortable));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_host_free(spmmd_cuda_device* device, void* pointer) {
@@ -258,6 +294,8 @@ spmmd_cuda_status spmmd_cuda_memset_async(spmmd_cuda_device* device, void* point
 
 spmmd_cuda_status spmmd_cuda_ipc_export(spmmd_cuda_device* device, void* pointer, uint8_t handle[64]) {
   return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(pointer, "pointer"));
+    SPMMD_CUDA_TRY(NotNull(handle, "handle"));
     cudaIpcMemHandle_t ipc;
     static_assert(sizeof(ipc) == 64);
     SPMMD_CUDA_CHECK(cudaIpcGetMemHandle(&ipc, pointer));
@@ -268,6 +306,8 @@ spmmd_cuda_status spmmd_cuda_ipc_export(spmmd_cuda_device* device, void* pointer
 
 spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* device, const uint8_t handle[64], void** pointer) {
   return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(handle, "handle"));
+    SPMMD_CUDA_TRY(NotNull(pointer, "pointer"));
     cudaIpcMemHandle_t ipc;
     std::memcpy(&ipc, handle, sizeof(ipc));
     SPMMD_CUDA_CHECK(cudaIpcOpenMemHandle(pointer, ipc, cudaIpcMemLazyEnablePeerAccess));
@@ -278,6 +318,8 @@ spmmd_cuda_status spmmd_cuda_ipc_open(spmmd_cuda_device* device, const uint8_t h
 spmmd_cuda_status spmmd_cuda_address_range(spmmd_cuda_device* device, const void* pointer, void** base,
                                            uint64_t* bytes) {
   return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(base, "base"));
+    SPMMD_CUDA_TRY(NotNull(bytes, "bytes"));
     using GetAddressRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
     static const auto get = []() -> GetAddressRange {
       void* function = nullptr;
@@ -306,8 +348,11 @@ spmmd_cuda_status spmmd_cuda_ipc_close(spmmd_cuda_device* device, void* pointer)
 }
 
 spmmd_cuda_status spmmd_cuda_stream_create(spmmd_cuda_device* device, spmmd_cuda_stream* stream) {
-  return SPMMD_CUDA_FORWARD(device,
-                            cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking));
+  return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(stream, "stream"));
+    SPMMD_CUDA_CHECK(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_stream_destroy(spmmd_cuda_device* device, spmmd_cuda_stream stream) {
@@ -324,8 +369,12 @@ spmmd_cuda_status spmmd_cuda_stream_wait_event(spmmd_cuda_device* device, spmmd_
 }
 
 spmmd_cuda_status spmmd_cuda_event_create(spmmd_cuda_device* device, int32_t timing, spmmd_cuda_event* event) {
-  return SPMMD_CUDA_FORWARD(device, cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),
-                                                             timing != 0 ? cudaEventDefault : cudaEventDisableTiming));
+  return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(event, "event"));
+    SPMMD_CUDA_CHECK(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event),
+                                              timing != 0 ? cudaEventDefault : cudaEventDisableTiming));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_event_destroy(spmmd_cuda_device* device, spmmd_cuda_event event) {
@@ -349,6 +398,8 @@ spmmd_cuda_status spmmd_cuda_event_synchronize(spmmd_cuda_device* device, spmmd_
 
 spmmd_cuda_status spmmd_cuda_event_query(spmmd_cuda_device* device, spmmd_cuda_event event, int32_t* done) {
   return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(event, "event"));
+    SPMMD_CUDA_TRY(NotNull(done, "done"));
     const cudaError_t error = cudaEventQuery(Event(event));
     *done = error == cudaSuccess ? 1 : 0;
     return error == cudaErrorNotReady ? Status() : FromCuda(error, "cudaEventQuery");
@@ -358,6 +409,9 @@ spmmd_cuda_status spmmd_cuda_event_query(spmmd_cuda_device* device, spmmd_cuda_e
 spmmd_cuda_status spmmd_cuda_event_elapsed_us(spmmd_cuda_device* device, spmmd_cuda_event start, spmmd_cuda_event end,
                                               double* microseconds) {
   return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(start, "start"));
+    SPMMD_CUDA_TRY(NotNull(end, "end"));
+    SPMMD_CUDA_TRY(NotNull(microseconds, "microseconds"));
     float milliseconds = 0;
     SPMMD_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, Event(start), Event(end)));
     *microseconds = static_cast<double>(milliseconds) * 1e3;
@@ -371,6 +425,7 @@ spmmd_cuda_status spmmd_cuda_graph_begin(spmmd_cuda_device* device, spmmd_cuda_s
 
 spmmd_cuda_status spmmd_cuda_graph_end(spmmd_cuda_device* device, spmmd_cuda_stream stream, spmmd_cuda_graph* graph) {
   return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(graph, "graph"));
     cudaGraph_t recorded = nullptr;
     SPMMD_CUDA_CHECK(cudaStreamEndCapture(Stream(stream), &recorded));
     const Status status =
@@ -381,7 +436,11 @@ spmmd_cuda_status spmmd_cuda_graph_end(spmmd_cuda_device* device, spmmd_cuda_str
 }
 
 spmmd_cuda_status spmmd_cuda_graph_launch(spmmd_cuda_device* device, spmmd_cuda_graph graph, spmmd_cuda_stream stream) {
-  return SPMMD_CUDA_FORWARD(device, cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), Stream(stream)));
+  return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(graph, "graph"));
+    SPMMD_CUDA_CHECK(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), Stream(stream)));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_graph_destroy(spmmd_cuda_device* device, spmmd_cuda_graph graph) {
@@ -390,8 +449,17 @@ spmmd_cuda_status spmmd_cuda_graph_destroy(spmmd_cuda_device* device, spmmd_cuda
 
 spmmd_cuda_status spmmd_cuda_read_probe(spmmd_cuda_device* device, const void* pointer, uint64_t bytes,
                                         spmmd_cuda_stream stream) {
-  return OnDevice(device,
-                  [&]() -> Status { return spmmd::cuda::LaunchReadProbe(*device, pointer, bytes, Stream(stream)); });
+  return OnDevice(device, [&]() -> Status {
+    SPMMD_CUDA_TRY(NotNull(pointer, "pointer"));
+    return spmmd::cuda::LaunchReadProbe(*device, pointer, bytes, Stream(stream));
+  });
+}
+
+spmmd_cuda_status spmmd_cuda_format_supported(const spmmd_cuda_device* device, int32_t format) {
+  return Guard([&]() -> Status {
+    if (device == nullptr) return InvalidArgument("device: null");
+    return spmmd::cuda::CheckFormat(*device, format);
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_layer_device_bytes(const spmmd_cuda_layer_desc* desc, uint64_t* bytes) {
@@ -407,12 +475,9 @@ spmmd_cuda_status spmmd_cuda_layer_upload(spmmd_cuda_device* device, const spmmd
                                           spmmd_cuda_layer** layer) {
   return Guard([&]() -> Status {
     if (device == nullptr || desc == nullptr || layer == nullptr) return InvalidArgument("device, desc or layer: null");
-    const spmmd::cuda::FormatHooks* hooks = spmmd::cuda::FindFormat(desc->format);
-    if (hooks == nullptr) {
-      return Unimplemented("format: no GPU kernel executes format " + std::to_string(desc->format));
-    }
+    SPMMD_CUDA_TRY(spmmd::cuda::CheckFormat(*device, desc->format));
     SPMMD_CUDA_TRY(spmmd::cuda::CheckDesc(*desc));
-    return spmmd::cuda::UploadLayer(device, *desc, *hooks, layer);
+    return spmmd::cuda::UploadLayer(device, *desc, *spmmd::cuda::FindFormat(desc->format), layer);
   });
 }
 
@@ -504,8 +569,12 @@ spmmd_cuda_status spmmd_cuda_workspace_bytes(const spmmd_cuda_layer* layer, int3
 
 spmmd_cuda_status spmmd_cuda_workspace_init(spmmd_cuda_device* device, void* workspace, uint64_t bytes,
                                             spmmd_cuda_stream stream) {
-  return SPMMD_CUDA_FORWARD(device,
-                            cudaMemsetAsync(workspace, 0, std::min(bytes, spmmd::cuda::kCounterBytes), Stream(stream)));
+  return OnDevice(device, [&]() -> Status {
+    if (bytes == 0) return {};
+    SPMMD_CUDA_TRY(NotNull(workspace, "workspace"));
+    SPMMD_CUDA_CHECK(cudaMemsetAsync(workspace, 0, std::min(bytes, spmmd::cuda::kCounterBytes), Stream(stream)));
+    return {};
+  });
 }
 
 spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kernel, const spmmd_cuda_matmul* call,
@@ -517,7 +586,7 @@ spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kerne
     SPMMD_CUDA_TRY(CheckPointers(*found, *call, WorkspaceBytes(*layer, *found, *call)));
     const ScopedDevice scope(layer->device->index);
     SPMMD_CUDA_TRY(scope.status());
-    return found->launch(*layer, *call, Stream(stream));
+    return found->launch(*layer, Chainable(*layer->device, *call), Stream(stream));
   });
 }
 
@@ -545,7 +614,9 @@ spmmd_cuda_status spmmd_cuda_launch_group(const spmmd_cuda_layer* const* layers,
     SPMMD_CUDA_TRY(CheckPointers(*found, calls[0], need));
     const ScopedDevice scope(layers[0]->device->index);
     SPMMD_CUDA_TRY(scope.status());
-    return found->launch_group(layers, calls, count, Stream(stream));
+    std::vector<spmmd_cuda_matmul> chainable;
+    for (int32_t i = 0; i < count; ++i) chainable.push_back(Chainable(*layers[0]->device, calls[i]));
+    return found->launch_group(layers, chainable.data(), count, Stream(stream));
   });
 }
 

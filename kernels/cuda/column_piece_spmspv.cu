@@ -126,8 +126,15 @@ __device__ __forceinline__ uint32_t Permute(uint32_t low, uint32_t high, uint32_
 }
 
 __device__ __forceinline__ void ReduceAdd4(float* to, float4 v) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
+#else
+  atomicAdd(to, v.x);
+  atomicAdd(to + 1, v.y);
+  atomicAdd(to + 2, v.z);
+  atomicAdd(to + 3, v.w);
+#endif
 }
 
 __device__ __forceinline__ void StoreVolatile4(float* to, float4 v) {
@@ -678,6 +685,11 @@ Status LaunchGroup(const spmmd_cuda_layer* const* layers, const Call* calls, int
   constexpr uint64_t kSumBytes = uint64_t{2} * kWarps * kBlockRows * 4;
   const uint64_t shared =
       std::max(kSumBytes, static_cast<uint64_t>(kWarps * args.stage_words * 128 + args.list_columns * sizeof(Active)));
+  if (shared + 1024 > first.device->max_shared_bytes) {
+    return Unimplemented("column_piece_spmspv: needs " + std::to_string(shared + 1024) +
+                         " bytes of shared memory, a block of the device has " +
+                         std::to_string(first.device->max_shared_bytes));
+  }
   {
     // The limit of dynamic shared memory, raised once a kernel and device.
     static std::mutex mutex;

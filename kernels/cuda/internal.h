@@ -105,8 +105,10 @@ struct Kernel {
 // How a format gets onto a device.
 struct FormatHooks {
   int32_t format;
+  const char* name;
   // Proves that no kernel can leave the packed bytes.
   Status (*validate)(const LayerDesc& desc);
+  bool hopper_only = false;  // its kernels need compute capability 9.0
 };
 
 extern const Kernel kSpmmTile;
@@ -122,7 +124,9 @@ struct spmmd_cuda_device {
   int multiprocessors = 0;
   int compute_major = 0;
   int compute_minor = 0;
+  bool hopper = true;             // runs the kernels for compute capability 9.0, else the portable ones
   uint64_t max_shared_bytes = 0;  // per block, opt-in
+  uint64_t shared_bytes_per_multiprocessor = 0;
   uint64_t l2_bytes = 0;
   cublasLtHandle_t cublaslt = nullptr;
   // Chosen cublasLt algorithm by (m, n, k, weight dtype, output dtype).

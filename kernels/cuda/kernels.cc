@@ -9,6 +9,7 @@
 #include "kernels/cuda/rlc_csc_spmspv.h"
 #include "kernels/cuda/row_stream_spmv.h"
 #include "kernels/cuda/spmm_pair.h"
+#include "kernels/cuda/spmm_portable.h"
 #include "kernels/cuda/spmm_stream.h"
 #include "kernels/cuda/three_layer_spmm.h"
 
@@ -26,13 +27,25 @@ const Kernel* const kKernels[] = {
     &kColumnPieceSpmspvIndexed,
     &kRlcCscSpmspv,
     &kThreeLayerSpmm,
+    &kSpmmPortable,
 };
 
+// Made for compute capability 9.0 and for nothing else. The others run everywhere, kSpmmPortable everywhere else.
+const Kernel* const kHopperKernels[] = {&kSpmmTile, &kSpmmPair, &kSpmmStream, &kThreeLayerSpmm};
+
 const FormatHooks kFormats[] = {
-    {kFormatDense, ValidateDense},         {kFormatBitmapGpu, ValidateBitmapGpu},
-    {kFormatRowStream, ValidateRowStream}, {kFormatColumnPiece, ValidateColumnPiece},
-    {kFormatRlcCsc, ValidateRlcCsc},       {kFormatThreeLayer, ValidateThreeLayer},
+    {kFormatDense, "DENSE", ValidateDense},
+    {kFormatBitmapGpu, "BITMAP", ValidateBitmapGpu},
+    {kFormatRowStream, "ROW_STREAM", ValidateRowStream},
+    {kFormatColumnPiece, "RLC_CSC (column pieces)", ValidateColumnPiece},
+    {kFormatRlcCsc, "RLC_CSC", ValidateRlcCsc},
+    {kFormatThreeLayer, "THREE_LAYER", ValidateThreeLayer, /*hopper_only=*/true},
 };
+
+bool RunsOn(const Kernel& kernel, const spmmd_cuda_device& device) {
+  if (device.hopper) return &kernel != &kSpmmPortable;
+  return std::find(std::begin(kHopperKernels), std::end(kHopperKernels), &kernel) == std::end(kHopperKernels);
+}
 
 bool IsDtype(int32_t dtype) { return dtype >= kF16 && dtype <= kF32; }
 
@@ -50,6 +63,16 @@ const FormatHooks* FindFormat(int32_t format) {
   const auto* found = std::find_if(std::begin(kFormats), std::end(kFormats),
                                    [format](const FormatHooks& hooks) { return hooks.format == format; });
   return found == std::end(kFormats) ? nullptr : found;
+}
+
+Status CheckFormat(const spmmd_cuda_device& device, int32_t format) {
+  const FormatHooks* hooks = FindFormat(format);
+  if (hooks == nullptr) return Unimplemented("format: no GPU kernel executes format " + std::to_string(format));
+  if (hooks->hopper_only && !device.hopper) {
+    return Unimplemented(std::string("format: the kernels for ") + hooks->name +
+                         " need compute capability 9.0, and the device runs the portable ones");
+  }
+  return {};
 }
 
 Status CheckCall(const spmmd_cuda_layer& layer, const Call& call) {
@@ -70,15 +93,15 @@ Status CheckCall(const spmmd_cuda_layer& layer, const Call& call) {
     }
   } else {
     if (!IsDtype(call.x_dtype)) return InvalidArgument("x_dtype: unknown value " + std::to_string(call.x_dtype));
-    if (call.n > 1 && call.x_stride < layer.k) {
+    if (call.n > 1 && (call.x_stride < layer.k || call.x_stride > kMaxStride)) {
       return InvalidArgument("x_stride: " + std::to_string(call.x_stride) +
-                             " is less than K = " + std::to_string(layer.k));
+                             " is outside [K = " + std::to_string(layer.k) + ", 2^40]");
     }
     if (!IsAligned(call.x, ElementSize(call.x_dtype))) return InvalidArgument("x: not aligned to its element type");
   }
-  if (call.n > 1 && call.y_stride < layer.m) {
+  if (call.n > 1 && (call.y_stride < layer.m || call.y_stride > kMaxStride)) {
     return InvalidArgument("y_stride: " + std::to_string(call.y_stride) +
-                           " is less than M = " + std::to_string(layer.m));
+                           " is outside [M = " + std::to_string(layer.m) + ", 2^40]");
   }
   if (!IsAligned(call.y, ElementSize(call.y_dtype))) return InvalidArgument("y: not aligned to its element type");
   if (!IsAligned(call.bias, 4)) return InvalidArgument("bias: not aligned to 4 bytes");
@@ -89,6 +112,11 @@ Status CheckKernel(const spmmd_cuda_layer& layer, const Kernel& kernel, const Ca
   if (kernel.format != layer.format) {
     return Unimplemented(std::string("kernel ") + kernel.name + " reads format " + std::to_string(kernel.format) +
                          ", the layer's is " + std::to_string(layer.format));
+  }
+  if (!RunsOn(kernel, *layer.device)) {
+    return Unimplemented(std::string("kernel ") + kernel.name + " is not for devices of compute capability " +
+                         std::to_string(layer.device->compute_major) + "." +
+                         std::to_string(layer.device->compute_minor) + (layer.device->hopper ? "" : " (portable)"));
   }
   if (!kernel.skips_columns && (call.x_threshold > 0 || (call.flags & SPMMD_CUDA_FLAG_ACCUMULATE) != 0)) {
     return Unimplemented(std::string("kernel ") + kernel.name + " takes neither x_threshold nor ACCUMULATE");

@@ -137,12 +137,20 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool 
 // All of this thread's CopyAsync16 have arrived.
 __device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// ---- programmatic dependent launch
+// ---- programmatic dependent launch (code for older architectures is never launched that way)
 
 // The next kernel of the stream may start its prologue.
-__device__ __forceinline__ void TriggerDependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void TriggerDependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 // Everything before this kernel in the stream is complete and visible. No-op without the launch attribute.
-__device__ __forceinline__ void WaitForPrerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void WaitForPrerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // ---- tensor cores
 

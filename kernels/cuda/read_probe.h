@@ -6,7 +6,7 @@
 
 namespace spmmd::cuda {
 
-// Reads `bytes` (rounded down to whole 16 KiB pieces) once through the bulk copy engine, one block a multiprocessor.
+// Reads `bytes` (rounded down to whole 16 KiB pieces) once; through the bulk copy engine where there is one.
 Status LaunchReadProbe(const spmmd_cuda_device& device, const void* pointer, uint64_t bytes, cudaStream_t stream);
 
 }  // namespace spmmd::cuda

@@ -66,7 +66,7 @@ typedef struct {
   int32_t compute_major;
   int32_t compute_minor;
   int32_t multiprocessors;
-  int32_t usable; /* 1 when this build has kernels for the device's architecture */
+  int32_t usable; /* 0: no; 1: runs the kernels made for compute capability 9.0; 2: the portable ones */
   uint64_t total_memory;
   uint64_t free_memory;
   uint64_t l2_bytes;
@@ -75,7 +75,9 @@ typedef struct {
 /* Number of GPUs the driver shows; 0 (with SPMMD_CUDA_OK) when there is no driver or no GPU. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_device_count(int32_t* count);
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_get_device_info(int32_t index, spmmd_cuda_device_info* info);
-/* UNIMPLEMENTED on an architecture this build has no kernels for. */
+/* UNIMPLEMENTED below compute capability 8.0. Devices of 9.0 run the kernels made for them, all others the portable
+ * ones; so does every device when it is opened with SPMMD_CUDA_PORTABLE=1 in the environment (its name then ends in
+ * " (portable)"), for tests and comparisons. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** device);
 /* Every layer, stream, event and allocation of the device must be gone. Null is allowed. */
 SPMMD_CUDA_API void spmmd_cuda_device_close(spmmd_cuda_device* device);
@@ -167,6 +169,8 @@ typedef struct {
   const spmmd_cuda_section* sections;
 } spmmd_cuda_layer_desc;
 
+/* Whether kernels of this device read the format; UNIMPLEMENTED, saying why, when none does. */
+SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_format_supported(const spmmd_cuda_device* device, int32_t format);
 /* Bytes of device memory the layer will take. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_layer_device_bytes(const spmmd_cuda_layer_desc* desc, uint64_t* bytes);
 /* Validates the packed bytes (DATA_LOSS naming what is wrong: a kernel never meets a layer that could make it read out
@@ -216,7 +220,7 @@ SPMMD_CUDA_API void spmmd_cuda_layer_free(spmmd_cuda_layer* layer);
 /* ---- Kernels ---------------------------------------------------------------------------------------------------- */
 
 /* Launched with programmatic dependent launch: the prologue and the first weight loads may overlap the end of the
- * kernel before it in the stream. Correct in any stream; pays in chains of matmuls. */
+ * kernel before it in the stream. Correct in any stream; pays in chains of matmuls. Portable kernels ignore it. */
 #define SPMMD_CUDA_FLAG_CHAIN 1u
 /* y += W * x instead of y = ...: fp32 y, no bias, no activation. SpMspV kernels only. */
 #define SPMMD_CUDA_FLAG_ACCUMULATE 2u

@@ -53,6 +53,7 @@ namespace spmmd {
   X(graph_launch)               \
   X(graph_destroy)              \
   X(read_probe)                 \
+  X(format_supported)           \
   X(layer_device_bytes)         \
   X(layer_upload)               \
   X(layer_clone)                \

@@ -157,8 +157,11 @@ FormatChoice CudaDispatch::Choose(const FormatQuery& query, double bandwidth, co
             absl::StrFormat("DENSE: %.1f %% of the elements are zero; sparse kernels gain from %.0f %%.", zeros,
                             100 * (1 - kMaxSparseDensity))};
   }
-  if (query.sparse_activations) return ForSparseActivations(query, zeros, bandwidth, bytes);
-  if (query.two_of_four && density >= kMinTwoOfFourDensity && query.m * query.k >= kSmallTwoOfFour) {
+  // What SpMspV and 2:4 kernels cost was measured where the kernels made for compute capability 9.0 run; elsewhere the
+  // measured table alone decides.
+  const bool portable = context_->info().usable != 1;
+  if (query.sparse_activations && !portable) return ForSparseActivations(query, zeros, bandwidth, bytes);
+  if (query.two_of_four && !portable && density >= kMinTwoOfFourDensity && query.m * query.k >= kSmallTwoOfFour) {
     return {
         Format::kThreeLayer,
         absl::StrFormat("THREE_LAYER: no more than 2 of 4 neighbours along K are nonzero, which sparse tensor cores "

@@ -12,6 +12,7 @@
 
 #include "gtest/gtest.h"
 #include "kernels/cuda/pair_schedule.h"
+#include "kernels/cuda/portable_schedule.h"
 #include "kernels/cuda/stream_schedule.h"
 #include "kernels/cuda/three_layer_schedule.h"
 #include "kernels/cuda/tile_schedule.h"
@@ -294,6 +295,43 @@ TEST(ThreeLayerSchedule, MultipliesEveryTileOnceAndAddsEveryPartOnce) {
         ASSERT_LE(plan.ctas, multiprocessors);
         CheckThreeLayer(plan);
         if (::testing::Test::HasFailure()) return;
+      }
+    }
+  }
+}
+
+// What compute capabilities 8.0, 8.6 and 8.9 (and 12.0), and 9.0 offer.
+TEST(PortableSchedule, CoversEveryChunkWithinAnyDevicesSharedMemory) {
+  const portable::Limits devices[] = {{108, 162 * 1024, 164 * 1024},
+                                      {84, 98 * 1024, 100 * 1024},
+                                      {142, 98 * 1024, 100 * 1024},
+                                      {132, 226 * 1024, 228 * 1024}};
+  constexpr int64_t kCounters = 262144;
+  for (const portable::Limits &device : devices) {
+    for (const Problem &problem : Problems()) {
+      for (const int64_t n : {1, 8, 9, 16, 17, 32, 33, 64, 65, 130, 4096, 16384}) {
+        const portable::Plan plan =
+            portable::MakePlan(device, problem.row_blocks, problem.col_blocks, n, problem.stage_bytes, kCounters);
+        SCOPED_TRACE(::testing::Message()
+                     << problem.row_blocks << " x " << problem.col_blocks << " chunks of " << problem.stage_bytes
+                     << " bytes, n " << n << ", warps " << plan.warps << ", splits " << plan.splits);
+        // The largest chunk that the format allows fits everywhere.
+        ASSERT_GE(plan.warps, 1);
+        ASSERT_LE(plan.warps, portable::kMaxWarps);
+        ASSERT_LE(portable::SharedBytes(plan.tokens, plan.warps, problem.stage_bytes), device.shared_per_block);
+        ASSERT_GE(int64_t{plan.token_tiles} * plan.tokens, n);
+        ASSERT_LT(int64_t{plan.token_tiles - 1} * plan.tokens, n);
+        ASSERT_GE(plan.row_tiles * plan.warps, problem.row_blocks);
+        ASSERT_LT((plan.row_tiles - 1) * plan.warps, problem.row_blocks);
+        ASSERT_EQ(problem.chunk_cols % portable::BoxCols(plan.tokens), 0);
+        ASSERT_LE(plan.splits, portable::kMaxSplits);
+        if (plan.splits > 1) {
+          ASSERT_LE(int64_t{plan.row_tiles} * plan.token_tiles, kCounters);
+        }
+        // The parts of K follow each other and none is empty.
+        ASSERT_EQ(plan.FirstCol(0), 0);
+        ASSERT_EQ(plan.FirstCol(plan.splits), problem.col_blocks);
+        for (int split = 0; split < plan.splits; ++split) ASSERT_LT(plan.FirstCol(split), plan.FirstCol(split + 1));
       }
     }
   }

@@ -72,6 +72,74 @@ TEST_F(CudaDispatchTest, ALayerGetsADenseCopyWhenWideRequestsRecur) {
   EXPECT_EQ(budget.used(MemoryKind::kShadow), 0) << "freed before unregistering answers";
 }
 
+// On a device that runs the portable kernels, by its architecture or by order.
+class PortableDispatchTest : public CudaDispatchTest {
+ protected:
+  void SetUp() override {
+    setenv("SPMMD_CUDA_PORTABLE", "1", /*overwrite=*/1);
+    CudaDispatchTest::SetUp();
+  }
+  void TearDown() override { unsetenv("SPMMD_CUDA_PORTABLE"); }
+
+  static DenseMatrix TwoOfFour(int64_t m, int64_t k) {
+    DenseMatrix w = RandomMatrix(DType::kF16, m, k, 0, 1);
+    for (int64_t r = 0; r < m; ++r) {
+      auto* const row = reinterpret_cast<uint16_t*>(w.mutable_view().row(r));
+      for (int64_t c = 0; c < k; ++c) {
+        if (c % 4 >= 2) row[c] = 0;
+      }
+    }
+    return w;
+  }
+};
+
+TEST_F(PortableDispatchTest, AutoTakesBitmapOrDenseWhateverTheMask) {
+  CudaCore core(library_, Unmeasured());
+  FormatQuery query;
+  query.dtype = DType::kF16;
+  query.m = 8192;
+  query.k = 4096;
+  query.nnz = query.m * query.k / 2;
+  query.may_measure = false;
+  query.two_of_four = true;
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kBitmapGpu);
+  query.two_of_four = false;
+  query.sparse_activations = true;
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kBitmapGpu);
+  query.nnz = query.m * query.k;
+  EXPECT_EQ(core.device->ChooseFormat(query).format, Format::kDense);
+}
+
+TEST_F(PortableDispatchTest, ThreeLayerIsRefusedByName) {
+  CudaCore core(library_, Unmeasured());
+  EXPECT_FALSE(core.device->CanExecute(Format::kThreeLayer));
+  for (const Format format : {Format::kDense, Format::kBitmapGpu, Format::kRowStream, Format::kColumnPiece}) {
+    EXPECT_TRUE(core.device->CanExecute(format)) << Name(format);
+  }
+  const DenseMatrix w = TwoOfFour(64, 128);
+  pb::LayerSpec spec = DenseSpec("w", w.view());
+  spec.set_format(pb::FORMAT_THREE_LAYER);
+  const auto layer = core.Register(spec, w.view());
+  ASSERT_FALSE(layer.ok());
+  EXPECT_THAT(layer.status().message(), HasSubstr("THREE_LAYER"));
+}
+
+// A measured layer is served by what was measured, which on such a device is the portable kernel or cublasLt.
+TEST_F(PortableDispatchTest, MeasuresAndServes) {
+  DeviceOptions options = Unmeasured();
+  options.tune_kernels = true;
+  CudaCore core(library_, options);
+  const DenseMatrix w = TwoOfFour(203, 264);
+  const auto layer = core.Register("w", w.view());
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_THAT(layer->format_reason(), HasSubstr("measured us, BITMAP/DENSE: N = 1 "));
+  RegisterBitmap(core, "v", w);
+  for (const int64_t n : {1, 5, 64, 65, 200}) {
+    Check(core, "w", w, n);
+    Check(core, "v", w, n);
+  }
+}
+
 TEST_F(CudaDispatchTest, ItGoesWhenTheMemoryIsNeeded) {
   DeviceOptions options = Unmeasured();
   options.memory_limit_bytes = uint64_t{96} << 20;

@@ -129,6 +129,12 @@ int32_t KernelOf(const spmmd_cuda_layer& layer, const spmmd_cuda_matmul& call) {
   }
 }
 
+// As the real library has it.
+bool IsPortable() {
+  const char* const portable = std::getenv("SPMMD_CUDA_PORTABLE");
+  return portable != nullptr && std::strcmp(portable, "1") == 0;
+}
+
 double Now() {
   return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -163,7 +169,7 @@ spmmd_cuda_status spmmd_cuda_get_device_info(int32_t index, spmmd_cuda_device_in
   for (size_t i = 0; i < sizeof(info->uuid); ++i) info->uuid[i] = static_cast<uint8_t>(i);
   info->uuid[15] = static_cast<uint8_t>(index);
   info->compute_major = 9;
-  info->usable = 1;
+  info->usable = IsPortable() ? 2 : 1;
   info->total_memory = kTotalMemory;
   info->free_memory = kTotalMemory - allocated[static_cast<size_t>(index)];
   info->l2_bytes = 4096;
@@ -373,6 +379,10 @@ spmmd_cuda_status spmmd_cuda_read_probe(spmmd_cuda_device* device, const void* /
   return SPMMD_CUDA_OK;
 }
 
+spmmd_cuda_status spmmd_cuda_format_supported(const spmmd_cuda_device* /*device*/, int32_t format) {
+  if (!IsPortable() || format != static_cast<int32_t>(spmmd::Format::kThreeLayer)) return SPMMD_CUDA_OK;
+  return Fail(SPMMD_CUDA_UNIMPLEMENTED, "format: not on this device");
+}
 spmmd_cuda_status spmmd_cuda_layer_device_bytes(const spmmd_cuda_layer_desc* desc, uint64_t* bytes) {
   *bytes = 256;
   for (uint32_t i = 0; i < desc->num_sections; ++i) *bytes += (desc->sections[i].size + 255) / 256 * 256;
