@@ -289,6 +289,18 @@ absl::Status RunShape(const BenchOptions& options, int64_t m, int64_t k, double 
 
 }  // namespace
 
+const char* BlasCoreType() {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw")) return nullptr;
+  for (const char* known : {"SkylakeX", "Cooperlake", "SapphireRapids"}) {
+    if (std::strcmp(openblas_get_corename(), known) == 0) return nullptr;
+  }
+  return __builtin_cpu_supports("avx512bf16") ? "Cooperlake" : "SkylakeX";
+#else
+  return nullptr;
+#endif
+}
+
 std::vector<std::string> CpuNotes() {
   return {
       absl::StrCat("backend cpu, ", DefaultThreadPool().size(), " threads"),

@@ -35,6 +35,10 @@ struct BenchOptions {
   uint64_t seed = 1;
 };
 
+// The core type that OpenBLAS must be told (OPENBLAS_CORETYPE) because it is older than this CPU and would run kernels
+// without AVX-512, an unfair baseline; null when its own choice is right.
+const char* BlasCoreType();
+
 // What was measured where, for the head of a summary.
 std::vector<std::string> CpuNotes();
 

@@ -187,10 +187,15 @@ int Main(int argc, char** argv) {
 
 // An exception ends a benchmark as well as anything.
 int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape)
-  // OpenBLAS reads this when it is loaded, so before main(): start again with it set. By default its idle threads keep
-  // a core busy for tens of milliseconds, in which whatever is measured next has one core less. 2^10 ticks cost
+  // OpenBLAS reads these when it is loaded, so before main(): start again with them set. By default its idle threads
+  // keep a core busy for tens of milliseconds, in which whatever is measured next has one core less. 2^10 ticks cost
   // OpenBLAS itself nothing that shows.
-  constexpr char kTimeout[] = "OPENBLAS_THREAD_TIMEOUT";
-  if (std::getenv(kTimeout) == nullptr && setenv(kTimeout, "10", 0) == 0) execv("/proc/self/exe", argv);
+  constexpr char kTimeout[] = "OPENBLAS_THREAD_TIMEOUT", kCoreType[] = "OPENBLAS_CORETYPE";
+  const char* const core_type = std::getenv(kCoreType) == nullptr ? spmmd::bench::BlasCoreType() : nullptr;
+  const bool too_long = std::getenv(kTimeout) == nullptr;
+  if ((core_type == nullptr || setenv(kCoreType, core_type, 0) == 0) && (!too_long || setenv(kTimeout, "10", 0) == 0) &&
+      (core_type != nullptr || too_long)) {
+    execv("/proc/self/exe", argv);
+  }
   return spmmd::bench::Main(argc, argv);
 }
