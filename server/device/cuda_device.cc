@@ -175,17 +175,7 @@ absl::StatusOr<double> CudaDevice::MeasureReadBandwidth() {
 }
 
 bool CudaDevice::CanExecute(Format format) const {
-  switch (format) {
-    case Format::kDense:
-    case Format::kBitmapGpu:
-    case Format::kThreeLayer:
-    case Format::kRowStream:
-    case Format::kRlcCsc:
-    case Format::kColumnPiece:
-      return true;
-    default:
-      return false;
-  }
+  return context_->cuda().format_supported(context_->device(), static_cast<int32_t>(format)) == SPMMD_CUDA_OK;
 }
 
 Format CudaDevice::Layout(Format format) const {
