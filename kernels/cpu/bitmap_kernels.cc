@@ -23,6 +23,28 @@ constexpr int kLanes = static_cast<int>(HWY_LANES(float)) < static_cast<int>(kGr
                            : static_cast<int>(kGroupRows);
 constexpr uint32_t kLaneMask = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
 
+// Values of a column above the strips that a call works on: set bits of its first `count` mask words.
+HWY_INLINE int64_t ValuesBefore(const uint64_t* masks, int64_t count) {
+  int64_t values = 0;
+  int64_t i = 0;
+#if HWY_TARGET == HWY_AVX3_DL
+  __m512i sums = _mm512_setzero_si512();
+  for (; i + 8 <= count; i += 8) sums = _mm512_add_epi64(sums, _mm512_popcnt_epi64(_mm512_loadu_si512(masks + i)));
+  values = _mm512_reduce_add_epi64(sums);
+#endif
+  for (; i < count; ++i) values += __builtin_popcountll(masks[i]);
+  return values;
+}
+
+// Index into the values of the first that belongs to column `column` and to the block's strips.
+HWY_INLINE uint64_t FirstValue(const BitmapBlock& block, int64_t column) {
+  const uint64_t start = block.piece_start(column);
+  if (block.begin == 0) return start;
+  return start + static_cast<uint64_t>(ValuesBefore(block.masks + column * block.strips, block.begin));
+}
+
+constexpr int64_t kGroupsAStrip = bitmap::kStripRows / kGroupRows;
+
 #if HWY_TARGET == HWY_AVX3_DL
 #include "kernels/cpu/bitmap_vbmi2-inl.h"  // NOLINT(build/include)
 #endif
@@ -123,16 +145,16 @@ void AddRange(const ColumnRange& columns, const float* x, float* acc) {
   static_assert(kGroupRows % kStepRows == 0);
   const FloatTag d;
   const auto* values = reinterpret_cast<const Stored<kDecode>*>(block.values);
-  const int64_t groups = block.groups();
-  const auto* masks = reinterpret_cast<const uint32_t*>(block.masks);
+  const int64_t groups = (block.end - block.begin) * kGroupsAStrip;
+  const auto* masks = reinterpret_cast<const uint32_t*>(block.masks + block.begin);
   for (int64_t c0 = 0; c0 < columns.count; c0 += kCursorCols) {
     const int64_t cols = HWY_MIN(kCursorCols, columns.count - c0);
     uint64_t cursors[kCursorCols];
     const uint32_t* column_masks[kCursorCols];
     for (int64_t c = 0; c < cols; ++c) {
       const int64_t column = columns.id(c0 + c);
-      cursors[c] = block.piece_start(column);
-      column_masks[c] = masks + column * groups;
+      cursors[c] = FirstValue(block, column);
+      column_masks[c] = masks + column * block.strips * kGroupsAStrip;
     }
     for (int64_t g = 0; g < groups; ++g) {
       for (int part = 0; part < kGroupRows; part += kStepRows) {

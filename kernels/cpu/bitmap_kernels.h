@@ -50,24 +50,29 @@ enum class RowOrder : uint8_t {
 // The order in which the running target keeps the rows of a group.
 RowOrder RowOrderOf(Decode decode);
 
-// One row block of a layer that has passed Validate().
+// One row block of a layer that has passed Validate(), or some strips of it.
 struct BitmapBlock {
   const std::byte* values = nullptr;
-  const uint64_t* masks = nullptr;          // [K][strips]
+  const uint64_t* masks = nullptr;          // [K][strips], the whole block's
   const uint64_t* tile_starts = nullptr;    // the block's, [column_tiles + 1]
   const uint32_t* column_starts = nullptr;  // [K]
   int64_t k = 0;
-  int64_t strips = 0;
+  int64_t strips = 0;  // of the block
+  int64_t begin = 0;   // strips that kernels work on
+  int64_t end = 0;
 
-  BitmapBlock(const bitmap::View& view, int64_t block)
+  BitmapBlock(const bitmap::View& view, int64_t block) : BitmapBlock(view, block, 0, view.strips(block)) {}
+  BitmapBlock(const bitmap::View& view, int64_t block, int64_t begin_strip, int64_t end_strip)
       : values(view.values),
         masks(view.column_masks(block, 0)),
         tile_starts(view.tile_starts + block * view.column_tiles),
         column_starts(view.column_starts + block * view.k),
         k(view.k),
-        strips(view.strips(block)) {}
+        strips(view.strips(block)),
+        begin(begin_strip),
+        end(end_strip) {}
 
-  int64_t groups() const { return strips * (bitmap::kStripRows / kGroupRows); }
+  bool whole() const { return begin == 0 && end == strips; }
   uint64_t piece_start(int64_t col) const { return tile_starts[col / bitmap::kTileCols] + column_starts[col]; }
   // End of the piece, which is the start of its successor.
   uint64_t piece_end(int64_t col) const {
@@ -86,8 +91,9 @@ struct ColumnRange {
   int64_t id(int64_t i) const { return ids == nullptr ? first + i : ids[i]; }
 };
 
-// acc[groups][kGroupRows] += sum over i < columns.count of W[block, columns.id(i)] * x[i]. acc is 64-byte aligned.
-// `next` (block null: none) is what this thread will probably be asked for after that; its head is prefetched.
+// acc[groups][kGroupRows] += sum over i < columns.count of W[block, columns.id(i)] * x[i], over the groups of the
+// block's strips [begin, end). acc is 64-byte aligned. `next` (block null: none) is what this thread will probably be
+// asked for after that; its head is prefetched.
 void SpmvRange(const ColumnRange& columns, const ColumnRange& next, Decode decode, const float* x, float* acc);
 
 // Token counts that SpmmRange takes: the smallest that is >= tokens, for 1 <= tokens <= kMaxTileTokens.
@@ -100,9 +106,9 @@ inline uint32_t Bf16Pair(float first, float second) {
   return std::bit_cast<uint32_t>(first) | std::bit_cast<uint32_t>(second) >> 16;
 }
 
-// acc[groups][tokens][kGroupRows] += W[block, begin:end] * x, tokens a value of TileTokens(). x: [end - begin][tokens];
-// with kBf16Dot and tokens > 1 [ceil((end - begin) / 2)][tokens] of Bf16Pair, the last one's second column zero where
-// there is none, and `begin` even.
+// acc[groups][tokens][kGroupRows] += W[block, begin:end] * x, over the groups of the block's strips, tokens a value of
+// TileTokens(). x: [end - begin][tokens]; with kBf16Dot and tokens > 1 [ceil((end - begin) / 2)][tokens] of Bf16Pair,
+// the last one's second column zero where there is none, and `begin` even.
 void SpmmRange(const BitmapBlock& block, Decode decode, int64_t begin, int64_t end, const float* x, int tokens,
                float* acc);
 

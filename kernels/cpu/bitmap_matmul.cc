@@ -1,6 +1,6 @@
-// Work is cut into (row block, column tile) pairs: 4096 x 256 weights, about 40 us of one core for one token. Each pair
-// yields partial sums; a block's parts are added in column order, so that the result depends neither on the number of
-// threads nor on which of them was first.
+// Work is cut into (row block, column tile) pairs: 4096 x 256 weights, about 40 us of one core for one token. Where
+// those are few for the threads, each is cut into ranges of strips. A pair yields partial sums; a block's are added in
+// column order, so that the result depends neither on the number of threads nor on which of them was first.
 #include "kernels/cpu/bitmap_matmul.h"
 
 #if defined(__x86_64__)
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "absl/types/span.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/cpu/bitmap_kernels.h"
 #include "kernels/cpu/epilogue.h"
@@ -30,6 +31,11 @@ constexpr int64_t kPassTokens = int64_t{4} * kMaxTileTokens;
 
 // Beyond this much memory for partial sums, threads take whole row blocks instead.
 constexpr size_t kMaxPartialFloats = size_t{16} << 20;
+
+// Tasks that a thread should have, so that one which is held up does not hold up the rest by much, and the fewest
+// strips of one: finding where a column's values begin takes 1 to 10 % of its time.
+constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kMinTaskStrips = 4;
 
 // Up to this many weights times tokens (about 20 us of one core) the calling thread does everything itself: waking
 // others would take as long.
@@ -167,26 +173,55 @@ bool TransposeTokens(const DenseView& x, const TokenTile& tile, Decode decode, T
   return fits.load();
 }
 
-// Runs `accumulate(block, column tile, sums)` over a whole layer, then `finish(block, row0, rows, sums)` for every
-// range of rows, relative to its block. The sums of one block take `block_floats`; accumulate adds to them, beginning
-// with zeros.
+// How a layer's product is cut into tasks: row block by row block, in it column tile by column tile, in those by
+// strips.
+struct Cut {
+  const bitmap::View& view;
+  int64_t row_parts;
+
+  Cut(const bitmap::View& layer, const ThreadPool& pool) : view(layer) {
+    const int64_t pairs = view.blocks * view.column_tiles;
+    const int64_t wanted = (kTasksPerThread * pool.size() + pairs - 1) / pairs;
+    row_parts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(view.strips(0) / kMinTaskStrips, 1));
+  }
+  int64_t tasks() const { return view.blocks * view.column_tiles * row_parts; }
+  int64_t block(int64_t task) const { return task / row_parts / view.column_tiles; }
+  int64_t tile(int64_t task) const { return task / row_parts % view.column_tiles; }
+  BitmapBlock rows(int64_t task) const {
+    const int64_t strips = view.strips(block(task)), part = task % row_parts;
+    return {view, block(task), strips * part / row_parts, strips * (part + 1) / row_parts};
+  }
+};
+
+// Runs `accumulate(task, rows, sums)` for every task of `cut` (or, with `rows` whole, for the first of every pair),
+// then `finish(block, row0, rows, sums, parts)` for every range of rows, relative to its block. The sums of one pair
+// are tile after tile as in TokenTile; accumulate adds to those of `rows`, beginning with zeros.
 template <class Accumulate, class Finish>
-absl::Status RunBlocks(const bitmap::View& view, int64_t block_floats, ThreadPool& pool, Workspace& workspace,
-                       const Accumulate& accumulate, const Finish& finish) {
+absl::Status RunTasks(const Cut& cut, absl::Span<const TokenTile> tiles, ThreadPool& pool, Workspace& workspace,
+                      const Accumulate& accumulate, const Finish& finish) {
+  const bitmap::View& view = cut.view;
+  const int64_t padded_tokens = tiles.back().offset + tiles.back().padded;
+  const int64_t block_floats = bitmap::kTileRows * padded_tokens;
   const int64_t parts = view.column_tiles;
   const auto part_floats = static_cast<size_t>(view.blocks * parts * block_floats);
   constexpr int64_t kBlocksPerThread = 8;
   if (view.blocks < kBlocksPerThread * pool.size() && part_floats <= kMaxPartialFloats) {
     SPMMD_ASSIGN_OR_RETURN(float* const sums, workspace.Floats(part_floats));
-    const bool serial = view.m * view.k * (block_floats / bitmap::kTileRows) <= kSerialWork;
+    const bool serial = view.m * view.k * padded_tokens <= kSerialWork;
     const auto run = [&](int64_t tasks, absl::FunctionRef<void(int64_t, int)> body) {
       if (!serial) return pool.ParallelFor(tasks, body);
       for (int64_t task = 0; task < tasks; ++task) body(task, 0);
     };
-    run(view.blocks * parts, [&](int64_t task, int /*worker*/) {
-      float* mine = sums + task * block_floats;
-      std::memset(mine, 0, static_cast<size_t>(block_floats) * sizeof(float));
-      accumulate(task / parts, task % parts, mine);
+    run(cut.tasks(), [&](int64_t task, int /*worker*/) {
+      float* mine = sums + task / cut.row_parts * block_floats;
+      const BitmapBlock rows = cut.rows(task);
+      if (rows.begin == rows.end) return;
+      for (const TokenTile& tile : tiles) {
+        float* first = mine + tile.offset * bitmap::kTileRows + rows.begin * bitmap::kStripRows * tile.padded;
+        const int64_t count = (rows.end - rows.begin) * bitmap::kStripRows * tile.padded;
+        std::memset(first, 0, static_cast<size_t>(count) * sizeof(float));
+      }
+      accumulate(task, rows, mine);
     });
     constexpr int64_t kFinishRows = 512;  // divides kTileRows
     run((view.m + kFinishRows - 1) / kFinishRows, [&](int64_t task, int /*worker*/) {
@@ -201,10 +236,11 @@ absl::Status RunBlocks(const bitmap::View& view, int64_t block_floats, ThreadPoo
   pool.ParallelFor(view.blocks, [&](int64_t block, int worker) {
     float* total = scratch + static_cast<size_t>(worker) * worker_floats;
     float* sums = total + block_floats;
+    const BitmapBlock rows(view, block);
     for (int64_t part = 0; part < parts; ++part) {
       float* to = part == 0 ? total : sums;
       std::memset(to, 0, static_cast<size_t>(block_floats) * sizeof(float));
-      accumulate(block, part, to);
+      accumulate((block * parts + part) * cut.row_parts, rows, to);
       if (part != 0) AddPart(sums, block_floats, total);
     }
     finish(block, 0, view.rows(block), total, 1);
@@ -212,14 +248,14 @@ absl::Status RunBlocks(const bitmap::View& view, int64_t block_floats, ThreadPoo
   return absl::OkStatus();
 }
 
-// The task that this thread will most likely take after (block, part): threads that keep pace take every size()th.
+// The task that this thread will most likely take after one: threads that keep pace take every size()th.
 class NextTask {
  public:
-  NextTask(const bitmap::View& view, int64_t block, int64_t part, const ThreadPool& pool) {
-    const int64_t task = block * view.column_tiles + part + pool.size();
-    if (task >= view.blocks * view.column_tiles) return;
-    part_ = task % view.column_tiles;
-    block_.emplace(view, task / view.column_tiles);
+  NextTask(const Cut& cut, int64_t task, const ThreadPool& pool) {
+    const int64_t next = task + pool.size();
+    if (next >= cut.tasks()) return;
+    tile_ = cut.tile(next);
+    block_.emplace(cut.rows(next));
   }
   NextTask(const NextTask&) = delete;  // Columns() points into it
   NextTask& operator=(const NextTask&) = delete;
@@ -227,18 +263,18 @@ class NextTask {
   // Its columns; of a sparse x the listed ones, where first[tile] is the position of a column tile's first.
   ColumnRange Columns() const {
     if (!block_.has_value()) return {};
-    const int64_t begin = part_ * bitmap::kTileCols;
+    const int64_t begin = tile_ * bitmap::kTileCols;
     return {&*block_, nullptr, begin, std::min(bitmap::kTileCols, block_->k - begin)};
   }
   ColumnRange Columns(const uint32_t* ids, const std::vector<int64_t>& first) const {
     if (!block_.has_value()) return {};
-    const int64_t begin = first[static_cast<size_t>(part_)];
-    return {&*block_, ids + begin, 0, first[static_cast<size_t>(part_) + 1] - begin};
+    const int64_t begin = first[static_cast<size_t>(tile_)];
+    return {&*block_, ids + begin, 0, first[static_cast<size_t>(tile_) + 1] - begin};
   }
 
  private:
   std::optional<BitmapBlock> block_;
-  int64_t part_ = 0;
+  int64_t tile_ = 0;
 };
 
 const float* BiasAt(const Epilogue& epilogue, int64_t row) {
@@ -274,21 +310,23 @@ absl::Status MatmulPass(const PackedLayer& w, const bitmap::View& view, const De
   }
   *ran = decode;
   const RowOrder order = RowOrderOf(decode);
-  return RunBlocks(
-      view, bitmap::kTileRows * padded_tokens, pool, scratch.sums,
-      [&](int64_t block, int64_t part, float* sums) {
-        const BitmapBlock rows(view, block);
-        const int64_t begin = part * bitmap::kTileCols;
+  const Cut cut(view, pool);
+  return RunTasks(
+      cut, tiles, pool, scratch.sums,
+      [&](int64_t task, const BitmapBlock& rows, float* sums) {
+        const int64_t begin = cut.tile(task) * bitmap::kTileCols;
         const int64_t end = std::min(view.k, begin + bitmap::kTileCols);
+        const int64_t first_row = rows.begin * bitmap::kStripRows;
         if (padded_tokens == 1) {
-          const NextTask next(view, block, part, pool);
-          SpmvRange({&rows, nullptr, begin, end - begin}, next.Columns(), decode, tokens + begin, sums);
+          const NextTask next(cut, task, pool);
+          SpmvRange({&rows, nullptr, begin, end - begin}, next.Columns(), decode, tokens + begin, sums + first_row);
           return;
         }
         const int64_t columns_per_x = decode == Decode::kBf16Dot ? 2 : 1;
         for (const TokenTile& tile : tiles) {
           const float* tile_x = tokens + tile.offset * view.k + begin / columns_per_x * tile.padded;
-          SpmmRange(rows, decode, begin, end, tile_x, tile.padded, sums + tile.offset * bitmap::kTileRows);
+          SpmmRange(rows, decode, begin, end, tile_x, tile.padded,
+                    sums + tile.offset * bitmap::kTileRows + first_row * tile.padded);
         }
       },
       [&](int64_t block, int64_t row0, int64_t count, const float* sums, int64_t parts) {
@@ -342,16 +380,18 @@ absl::Status BitmapMatmulSparse(const PackedLayer& w, const SparseVector& x, con
   }
   const RowOrder order = RowOrderOf(decode);
   std::atomic<int64_t> touched{0};
-  absl::Status status = RunBlocks(
-      view, bitmap::kTileRows, pool, scratch.sums,
-      [&](int64_t block, int64_t part, float* sums) {
-        const BitmapBlock rows(view, block);
-        const int64_t begin = first[static_cast<size_t>(part)];
-        const int64_t end = first[static_cast<size_t>(part) + 1];
-        const NextTask next(view, block, part, pool);
+  const Cut cut(view, pool);
+  const TokenTile token = {0, 1, 1, 0};
+  absl::Status status = RunTasks(
+      cut, {&token, 1}, pool, scratch.sums,
+      [&](int64_t task, const BitmapBlock& rows, float* sums) {
+        const auto tile = static_cast<size_t>(cut.tile(task));
+        const int64_t begin = first[tile];
+        const int64_t end = first[tile + 1];
+        const NextTask next(cut, task, pool);
         SpmvRange({&rows, x.indices.data() + begin, 0, end - begin}, next.Columns(x.indices.data(), first), decode,
-                  values + begin, sums);
-        if (run == nullptr) return;
+                  values + begin, sums + rows.begin * bitmap::kStripRows);
+        if (run == nullptr || rows.begin != 0) return;
         int64_t nnz = 0;
         for (int64_t i = begin; i < end; ++i) {
           nnz += static_cast<int64_t>(rows.piece_end(x.indices[static_cast<size_t>(i)]) -

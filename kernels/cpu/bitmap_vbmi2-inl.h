@@ -77,8 +77,14 @@ HWY_INLINE const uint16_t* Piece(const BitmapBlock& block, int64_t column) {
   return reinterpret_cast<const uint16_t*>(block.values) + block.piece_start(column);
 }
 
+// Where the values of the block's strips begin if the column's are spread evenly: good enough to prefetch.
+HWY_INLINE const uint16_t* PieceNear(const BitmapBlock& block, int64_t column) {
+  const auto length = static_cast<int64_t>(block.piece_end(column) - block.piece_start(column));
+  return Piece(block, column) + length * block.begin / block.strips;
+}
+
 // Where eight columns are that will be wanted after eight others: distances in bytes from their pieces, and their
-// masks. When they are eight consecutive ones of a full block, also the lines of their values in a row.
+// masks. When they are eight consecutive ones of a full and whole block, also the lines of their values in a row.
 struct Ahead {
   int64_t pieces[kColumnsAtOnce] = {};
   const uint64_t* masks[kColumnsAtOnce];
@@ -93,10 +99,13 @@ struct Ahead {
       masks[j] = from_masks;
       if (j >= count) continue;
       const int64_t column = range.id(begin + j);
-      pieces[j] = reinterpret_cast<const char*>(Piece(*range.block, column)) - reinterpret_cast<const char*>(from[j]);
+      pieces[j] =
+          reinterpret_cast<const char*>(PieceNear(*range.block, column)) - reinterpret_cast<const char*>(from[j]);
       masks[j] = range.block->masks + column * range.block->strips;
     }
-    if (range.ids != nullptr || count < kColumnsAtOnce || range.block->strips != kFullStrips) return;
+    if (range.ids != nullptr || count < kColumnsAtOnce || range.block->strips != kFullStrips || !range.block->whole()) {
+      return;
+    }
     const int64_t first = range.id(begin);
     const auto values =
         static_cast<int64_t>(range.block->piece_end(first + kColumnsAtOnce - 1) - range.block->piece_start(first));
@@ -192,20 +201,21 @@ void SpmvRange16(const ColumnRange& range, const ColumnRange& next, const float*
     const uint16_t* pieces[kColumnsAtOnce];
     float column_x[kColumnsAtOnce];
     for (int64_t j = 0; j < kColumnsAtOnce; ++j) {
-      pieces[j] = Piece(block, range.id(c0 + HWY_MIN(j, cols - 1)));
+      pieces[j] =
+          reinterpret_cast<const uint16_t*>(block.values) + FirstValue(block, range.id(c0 + HWY_MIN(j, cols - 1)));
       column_x[j] = j < cols ? x[c0 + j] : 0.0f;
     }
     const bool more = c0 + cols < range.count;
     const Ahead ahead(more ? range : next, more ? c0 + cols : 0, pieces, block.masks + range.id(c0) * block.strips);
-    for (int64_t strip = 0; strip < block.strips; strip += kPassStrips) {
-      const int64_t strips = HWY_MIN(kPassStrips, block.strips - strip);
-      float* pass_acc = acc + strip * bitmap::kStripRows;
+    for (int64_t strip = block.begin; strip < block.end; strip += kPassStrips) {
+      const int64_t strips = HWY_MIN(kPassStrips, block.end - strip);
+      float* pass_acc = acc + (strip - block.begin) * bitmap::kStripRows;
       for (const uint64_t* masks : ahead.masks) {
         for (int64_t s = 0; s < kPassStrips; s += 8) PrefetchToL2(masks + strip + s);
       }
       if (range.ids == nullptr && block.strips == kFullStrips && cols == kColumnsAtOnce) {
         const uint64_t* masks = block.masks + (range.first + c0) * kFullStrips + strip;
-        if (ahead.lines_a_strip == 0) {
+        if (ahead.lines_a_strip == 0 || !block.whole()) {
           EightColumns<kDecode, kFullStrips, 0>(masks, pieces, column_x, strip, strips, ahead, pass_acc);
         } else if (ahead.lines_a_strip <= 8) {  // up to half of the weights
           EightColumns<kDecode, kFullStrips, 8>(masks, pieces, column_x, strip, strips, ahead, pass_acc);
@@ -302,21 +312,22 @@ template <Decode kDecode, int kTokens>
 void SpmmRange16(const BitmapBlock& block, int64_t begin, int64_t end, const float* x, float* acc) {
   constexpr int kCount = 4;  // the tail below goes by its halves
   constexpr int kColumnsPerX = kDecode == Decode::kBf16Dot ? 2 : 1;
-  const int64_t groups = block.groups();
+  const int64_t groups = (block.end - block.begin) * kGroupsAStrip;
+  const int64_t mask_stride = block.strips * kGroupsAStrip;
   for (int64_t c0 = begin; c0 < end; c0 += kSubtileCols) {
     const int64_t cols = HWY_MIN(kSubtileCols, end - c0);
     const uint64_t first = block.piece_start(c0);
     const uint16_t* values = reinterpret_cast<const uint16_t*>(block.values) + first;
     uint32_t cursors[kSubtileCols];
-    for (int64_t c = 0; c < cols; ++c) cursors[c] = static_cast<uint32_t>(block.piece_start(c0 + c) - first);
+    for (int64_t c = 0; c < cols; ++c) cursors[c] = static_cast<uint32_t>(FirstValue(block, c0 + c) - first);
     // The head of every piece of the next columns, which nothing else fetches in time.
     for (int64_t c = c0 + cols; c < HWY_MIN(c0 + cols + kSubtileCols, block.k); ++c) {
-      PrefetchToL2(Piece(block, c));
-      PrefetchToL2(Piece(block, c) + 32);
-      PrefetchToL2(block.masks + c * block.strips);
-      PrefetchToL2(block.masks + c * block.strips + 8);
+      PrefetchToL2(PieceNear(block, c));
+      PrefetchToL2(PieceNear(block, c) + 32);
+      PrefetchToL2(block.masks + c * block.strips + block.begin);
+      PrefetchToL2(block.masks + c * block.strips + block.begin + 8);
     }
-    const auto* masks = reinterpret_cast<const uint32_t*>(block.masks + c0 * block.strips);
+    const auto* masks = reinterpret_cast<const uint32_t*>(block.masks + c0 * block.strips + block.begin);
     float* group_acc = acc;
     for (int64_t g = 0; g < groups; ++g, group_acc += kTokens * kGroupRows) {
       __m512 sums[2 * kTokens];
@@ -325,16 +336,16 @@ void SpmmRange16(const BitmapBlock& block, int64_t begin, int64_t end, const flo
       const float* token = x + (c0 - begin) / kColumnsPerX * kTokens;
       int64_t c = 0;
       for (; c + kCount <= cols; c += kCount) {
-        AddColumns<kDecode, kTokens, kCount>(masks + c * groups + g, groups, values, cursors + c,
+        AddColumns<kDecode, kTokens, kCount>(masks + c * mask_stride + g, mask_stride, values, cursors + c,
                                              token + c / kColumnsPerX * kTokens, sums);
       }
       if (c + 2 <= cols) {
-        AddColumns<kDecode, kTokens, 2>(masks + c * groups + g, groups, values, cursors + c,
+        AddColumns<kDecode, kTokens, 2>(masks + c * mask_stride + g, mask_stride, values, cursors + c,
                                         token + c / kColumnsPerX * kTokens, sums);
         c += 2;
       }
       if (c < cols) {
-        AddColumns<kDecode, kTokens, 1>(masks + c * groups + g, groups, values, cursors + c,
+        AddColumns<kDecode, kTokens, 1>(masks + c * mask_stride + g, mask_stride, values, cursors + c,
                                         token + c / kColumnsPerX * kTokens, sums);
       }
       HWY_UNROLL(32)

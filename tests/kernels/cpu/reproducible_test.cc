@@ -55,6 +55,29 @@ TEST(ReproducibleTest, SameBitsForAnyNumberOfThreads) {
   }
 }
 
+// The more threads, the more tasks, down to a few strips each: also of layers with fewer strips than that.
+TEST(ReproducibleTest, SameBitsForAnyCut) {
+  for (const auto& [m, k] : {std::pair<int64_t, int64_t>{4096 + 130, 530}, {1536, 384}, {320, 2000}, {4096, 256}}) {
+    for (const DType dtype : kAllDtypes) {
+      const PackedLayer layer = *Pack(Format::kBitmap, Weights(dtype, m, k, 0.6, 7).view());
+      const Strided x = Tokens(DType::kF32, 6, k, 8);
+      const SparseOperand sparse = SparseTokens(k, 0.5, 9);
+      std::vector<std::string> expected;
+      for (const int threads : {1, 3, 16, 64}) {
+        ThreadPool pool(threads);
+        Strided y(DType::kF32, 1, m, 0);
+        ASSERT_TRUE(cpu::MatmulSparse(layer, sparse.view(), {}, y.view(), pool).ok());
+        DenseView one = x.const_view();
+        one.rows = 1;
+        const std::vector<std::string> got = {Product(layer, one, pool), Product(layer, x.const_view(), pool),
+                                              RowBytes(y.const_view())};
+        if (threads == 1) expected = got;
+        EXPECT_TRUE(got == expected) << m << "x" << k << " " << Name(dtype) << " threads " << threads;
+      }
+    }
+  }
+}
+
 TEST(ReproducibleTest, SameBitsForSparseX) {
   for (const DType dtype : kAllDtypes) {
     const DenseMatrix w = Weights(dtype, 210, 700, 0.5, 5);
