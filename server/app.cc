@@ -25,7 +25,6 @@
 #include "server/errors.h"
 #include "server/log/log.h"
 #include "server/metrics/nvml.h"
-#include "server/rpc/busy_poll.h"
 #include "server/rpc/credentials.h"
 #include "server/rpc/endpoint.h"
 #include "server/version.h"
@@ -119,7 +118,6 @@ absl::Status App::Init() {
   rpc_.version = Version();
   rpc_.revision = Revision();
   rpc_.backend = backend_;
-  SetBusyPoll(options_.busy_poll);
   SPMMD_RETURN_IF_ERROR(StartMetricsEndpoint());
   oip_ = std::make_unique<OipService>(&rpc_);
   SPMMD_ASSIGN_OR_RETURN(rpc_server_,
@@ -220,12 +218,14 @@ absl::Status App::StartGpus() {
     }
     if (chosen.empty()) return absl::NotFoundError("no usable GPU");
   }
+  DeviceOptions device_options = MakeDeviceOptions();
+  device_options.queue.look = options_.device_spin;
   for (const int index : chosen) {
     if (index >= count) {
       return absl::NotFoundError(absl::StrCat("--device=cuda:", index, ": the driver shows ", count, " GPUs"));
     }
     SPMMD_ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> device,
-                           CudaDevice::Open(library, index, MakeDeviceOptions(), metrics_.get()));
+                           CudaDevice::Open(library, index, device_options, metrics_.get()));
     devices_.push_back(std::move(device));
   }
   return absl::OkStatus();

@@ -4,7 +4,10 @@
 // its tensors in shared memory, and through a ring. `overhead` is the call's time minus the time that its kernels took
 // by the server's own clock; the `x echo` sets it against the unary echo of the same number of bytes; `x e+k` sets the
 // call against that echo and the kernels together.
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,18 +23,21 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "client/cpp/client.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "server/app.h"
+#include "server/bench/served.h"
 #include "server/config/options.h"
 #include "server/device/host_memory.h"
 #include "server/pb.h"
@@ -51,15 +57,19 @@ struct Flags {
   double seconds = 5;  // at most, for one row
   int turn = 32;
   std::vector<int> callers;
+  int rate_callers = 0;
+  int64_t rate_tokens = 32;
+  int steps = 1;
   std::string backend = "auto";
   int64_t max_batch_tokens = 0;  // 0: the server's default
-  std::string busy_poll;         // empty: the server's default
+  std::string device_spin;       // empty: the server's default
   std::string csv;
 };
 
 // --- Server process
 // ---------------------------------------------------------------------------------------------------
 
+constexpr int kRateTurns = 3;
 constexpr const char* kEcho = "/echo/Echo";
 constexpr const char* kEchoStream = "/echo/EchoStream";
 
@@ -106,12 +116,72 @@ class EchoService final : public grpc::CallbackGenericService {
   }
 };
 
-[[noreturn]] void RunSpmmd(const Flags& flags, const std::string& address) {
+// A chain of `steps` products with square layers.
+pb::Program ChainOf(int steps) {
+  pb::Program program;
+  program.add_inputs("x");
+  for (int s = 0; s < steps; ++s) {
+    pb::Step& step = *program.add_steps();
+    step.set_name(absl::StrCat("y", s));
+    step.mutable_matmul()->mutable_layer()->set_name("w");
+    step.mutable_matmul()->set_input(s == 0 ? "x" : absl::StrCat("y", s - 1));
+  }
+  pb::OutputSpec& output = *program.add_outputs();
+  output.set_step(absl::StrCat("y", steps - 1));
+  output.set_dtype(pb::DATA_TYPE_F16);
+  return program;
+}
+
+pb::ExecuteRequest ChainRequest(const Flags& flags) {
+  pb::ExecuteRequest request = MatmulRequest("w", flags.rate_tokens, flags.k);
+  *request.mutable_program() = ChainOf(flags.steps);
+  return request;
+}
+
+// Programs a second of `callers` at once in this process, each started when another ends; 0 when one failed.
+double RateInProcess(Engine& engine, const Flags& flags) {
+  struct Slot {
+    pb::ExecuteResponse response;
+    Payloads payloads;
+  };
+  const pb::ExecuteRequest request = ChainRequest(flags);
+  const std::string program = request.program().SerializeAsString();
+  std::vector<Slot> slots(static_cast<size_t>(flags.rate_callers));
+  std::atomic<int64_t> ended{0};
+  std::atomic<bool> failed{false};
+  std::vector<std::thread> callers;
+  const absl::Time start = absl::Now();
+  const absl::Time end = start + absl::Seconds(flags.seconds);
+  for (Slot& slot : slots) {
+    callers.emplace_back([&] {
+      while (absl::Now() < end && !failed) {
+        absl::Notification done;
+        Engine::Caller caller;
+        slot.payloads.outputs.clear();
+        caller.payloads = &slot.payloads;
+        caller.known = engine.Recall(program);
+        caller.program_bytes = program;
+        engine.Execute(request, &slot.response, absl::InfiniteFuture(), caller, [&](const absl::Status& status) {
+          if (!status.ok()) failed = true;
+          done.Notify();
+        });
+        done.WaitForNotification();
+        ended.fetch_add(1);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
+  return failed ? 0 : static_cast<double>(ended.load()) / seconds;
+}
+
+// With flags.rate_callers, the rates in process go to `rates`, each after the first when a byte came from `turns`.
+[[noreturn]] void RunSpmmd(const Flags& flags, const std::string& address, int rates, int turns) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   KeepFreedBlocks();  // as spmmd does
   spmm::config::v1::ServerConfig config;
   config.set_backend(flags.backend);
-  if (!flags.busy_poll.empty()) config.set_busy_poll(flags.busy_poll);
+  if (!flags.device_spin.empty()) config.set_device_spin(flags.device_spin);
   if (flags.max_batch_tokens > 0) config.set_max_batch_tokens(flags.max_batch_tokens);
   auto options = MakeOptions(config);
   options->listen = {address};
@@ -122,6 +192,23 @@ class EchoService final : public grpc::CallbackGenericService {
   if (!app.ok() || !(*app)->LoadAndServe().ok()) {
     std::fprintf(stderr, "the server does not start: %s\n", std::string(app.status().message()).c_str());
     std::_Exit(1);
+  }
+  if (flags.rate_callers > 0) {
+    pb::LayerSpec spec;
+    spec.set_name("w");
+    spec.set_m(flags.m);
+    spec.set_k(flags.k);
+    spec.set_format(pb::FORMAT_BITMAP);
+    const absl::Status status = RegisterRandom((*app)->catalog(), spec, 1);
+    if (!status.ok()) std::_Exit(1);
+    RateInProcess((*app)->engine(), flags);  // warms up
+    // Turns, so that both see the same state of the machine.
+    for (int turn = 0; turn < kRateTurns; ++turn) {
+      const double rate = RateInProcess((*app)->engine(), flags);
+      if (write(rates, &rate, sizeof(rate)) != sizeof(rate)) std::_Exit(1);
+      char go = 0;
+      if (read(turns, &go, 1) != 1) std::_Exit(0);
+    }
   }
   while (true) pause();
 }
@@ -223,6 +310,7 @@ class RawStream {
 std::shared_ptr<grpc::Channel> NewChannel(const std::string& address) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(-1);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // a connection of its own
   return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
 }
 
@@ -335,11 +423,14 @@ void Print(std::FILE* out, const Row& row, double echo_p50, bool csv) {
   std::fputs(line.c_str(), out);
 }
 
-// `callers` calls in flight at all times, each started when another ends.
+// `callers` calls in flight at all times, each started when another ends; over `connections` connections.
 class Crowd {
  public:
-  Crowd(const std::string& address, int callers, const grpc::ByteBuffer& request)
-      : stub_(grpc::CreateChannel(address, grpc::InsecureChannelCredentials())), request_(request), slots_(callers) {}
+  Crowd(const std::string& address, int callers, int connections, const grpc::ByteBuffer& request)
+      : request_(request), slots_(callers) {
+    for (int c = 0; c < connections; ++c) stubs_.push_back(std::make_unique<grpc::GenericStub>(NewChannel(address)));
+    for (size_t s = 0; s < slots_.size(); ++s) slots_[s].stub = stubs_[s % stubs_.size()].get();
+  }
 
   // Calls a second.
   double Run(double seconds) {
@@ -358,6 +449,7 @@ class Crowd {
 
  private:
   struct Slot {
+    grpc::GenericStub* stub = nullptr;
     std::unique_ptr<grpc::ClientContext> context;
     grpc::ByteBuffer response;
     std::vector<double> latencies;
@@ -366,23 +458,23 @@ class Crowd {
   void Start(Slot& slot) {
     slot.context = std::make_unique<grpc::ClientContext>();
     const auto start = std::chrono::steady_clock::now();
-    stub_.UnaryCall(slot.context.get(), "/spmm.v1.SparseMatmul/Execute", grpc::StubOptions(), &request_, &slot.response,
-                    [this, &slot, start](const grpc::Status& status) {
-                      const auto now = std::chrono::steady_clock::now();
-                      if (status.ok()) {
-                        slot.latencies.push_back(std::chrono::duration<double>(now - start).count());
-                      } else {
-                        failures_.fetch_add(1);
-                      }
-                      if (now < end_) {
-                        Start(slot);
-                      } else if (open_.fetch_sub(1) == 1) {
-                        ended_.set_value();
-                      }
-                    });
+    slot.stub->UnaryCall(slot.context.get(), "/spmm.v1.SparseMatmul/Execute", grpc::StubOptions(), &request_,
+                         &slot.response, [this, &slot, start](const grpc::Status& status) {
+                           const auto now = std::chrono::steady_clock::now();
+                           if (status.ok()) {
+                             slot.latencies.push_back(std::chrono::duration<double>(now - start).count());
+                           } else {
+                             failures_.fetch_add(1);
+                           }
+                           if (now < end_) {
+                             Start(slot);
+                           } else if (open_.fetch_sub(1) == 1) {
+                             ended_.set_value();
+                           }
+                         });
   }
 
-  grpc::GenericStub stub_;
+  std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;
   const grpc::ByteBuffer& request_;
   std::vector<Slot> slots_;
   std::chrono::steady_clock::time_point end_;
@@ -398,7 +490,7 @@ int RunCrowds(const Flags& flags, const std::string& address) {
   std::printf("%-22s %5s %12s %9s %9s %7s\n", "row", "N", "calls/s", "p50", "p99", "x one");
   double one = 0;
   for (const int callers : flags.callers) {
-    Crowd crowd(address, callers, request);
+    Crowd crowd(address, callers, /*connections=*/1, request);
     const double rate = crowd.Run(flags.seconds);
     if (crowd.failures() > 0) {
       std::fprintf(stderr, "%d calls failed\n", crowd.failures());
@@ -600,6 +692,39 @@ int RunClient(const Flags& flags, const std::string& spmmd_address, const std::s
   return RunCrowds(flags, spmmd_address);
 }
 
+// The same program in the server's process and over the network, turn by turn.
+int RunRates(const Flags& flags, const std::string& address, int rates, int turns) {
+  const grpc::ByteBuffer request = ToBytes(ChainRequest(flags));
+  std::printf("M=%d K=%d, %d steps, N=%d, %d callers, %s\n", static_cast<int>(flags.m), static_cast<int>(flags.k),
+              flags.steps, static_cast<int>(flags.rate_tokens), flags.rate_callers, address.c_str());
+  std::printf("%14s %14s %7s\n", "in process/s", "over gRPC/s", "ratio");
+  for (int turn = 0; turn < kRateTurns; ++turn) {
+    double in_process = 0;
+    if (read(rates, &in_process, sizeof(in_process)) != sizeof(in_process) || in_process == 0) return 1;
+    Crowd crowd(address, flags.rate_callers, std::min(flags.rate_callers, 8), request);
+    const double rate = crowd.Run(flags.seconds);
+    if (crowd.failures() > 0) return 1;
+    std::printf("%14.0f %14.0f %7.3f\n", in_process, rate, rate / in_process);
+    if (write(turns, "x", 1) != 1) return 1;
+  }
+  return 0;
+}
+
+// A port of the loopback address that is free now.
+int FreePort() {
+  const int socket_fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  if (bind(socket_fd, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      getsockname(socket_fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    return 0;
+  }
+  close(socket_fd);
+  return ntohs(address.sin_port);
+}
+
 int Main(int argc, char** argv) {
   Flags flags;
   CLI::App app("What a unary Execute costs over a bare gRPC echo of the same bytes, on Unix sockets.");
@@ -613,8 +738,13 @@ int Main(int argc, char** argv) {
   app.add_option("--callers", flags.callers, "Then: calls of one token in flight at a time; the first is the measure")
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
+  app.add_option("--rate-callers", flags.rate_callers,
+                 "Instead of all that: programs a second of so many callers, in process and over loopback TCP")
+      ->check(CLI::Range(1, 4096));
+  app.add_option("--rate-tokens", flags.rate_tokens, "Their N")->check(CLI::Range(1, 65536));
+  app.add_option("--steps", flags.steps, "Products in a chain that make up their program")->check(CLI::Range(1, 64));
   app.add_option("--max-batch-tokens", flags.max_batch_tokens, "Of the server; 1 runs every request alone");
-  app.add_option("--busy-poll", flags.busy_poll, "Of the server; 0 sleeps at once");
+  app.add_option("--device-spin", flags.device_spin, "Of the server");
   app.add_option("--backend", flags.backend, "auto, cpu or cuda");
   app.add_option("--csv", flags.csv, "Also write the rows here");
   CLI11_PARSE(app, argc, argv);
@@ -622,14 +752,19 @@ int Main(int argc, char** argv) {
 
   std::string directory = "/tmp/spmmd_rpc_bench_XXXXXX";
   if (mkdtemp(directory.data()) == nullptr) return 1;
-  const std::string spmmd_address = absl::StrCat("unix:", directory, "/spmmd");
+  const std::string spmmd_address =
+      flags.rate_callers > 0 ? absl::StrCat("127.0.0.1:", FreePort()) : absl::StrCat("unix:", directory, "/spmmd");
+  int rates[2] = {};
+  int turns[2] = {};
+  if (pipe(rates) != 0 || pipe(turns) != 0) return 1;
   const std::string echo_address = absl::StrCat("unix:", directory, "/echo");
   // Before anything of gRPC runs: it does not survive a fork.
   const pid_t server = fork();
-  if (server == 0) RunSpmmd(flags, spmmd_address);
+  if (server == 0) RunSpmmd(flags, spmmd_address, rates[1], turns[0]);
   const pid_t echo = fork();
   if (echo == 0) RunEcho(echo_address);
-  const int result = RunClient(flags, spmmd_address, echo_address);
+  const int result = flags.rate_callers > 0 ? RunRates(flags, spmmd_address, rates[0], turns[1])
+                                            : RunClient(flags, spmmd_address, echo_address);
   for (const pid_t child : {server, echo}) {
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);

@@ -241,15 +241,13 @@ absl::StatusOr<Options> MakeOptions(const ServerConfig& given) {
   options.ring_spin = *ParseDurationText(config.ring_spin());
   if (options.ring_spin > absl::Seconds(1)) return absl::InvalidArgumentError("--ring-spin: must be at most 1s");
   // With few cores, those that compute need them all.
-  constexpr unsigned kCoresForBusyPoll = 8;
-  if (!config.busy_poll().empty()) {
-    options.busy_poll = *ParseDurationText(config.busy_poll());
-  } else if (std::thread::hardware_concurrency() >= kCoresForBusyPoll) {
-    options.busy_poll = absl::Microseconds(200);
+  constexpr unsigned kCoresForSpin = 8;
+  if (!config.device_spin().empty()) {
+    options.device_spin = *ParseDurationText(config.device_spin());
+  } else if (std::thread::hardware_concurrency() >= kCoresForSpin) {
+    options.device_spin = absl::Milliseconds(1);
   }
-  if (options.busy_poll > absl::Milliseconds(100)) {
-    return absl::InvalidArgumentError("--busy-poll: must be at most 100ms");
-  }
+  if (options.device_spin > absl::Seconds(1)) return absl::InvalidArgumentError("--device-spin: must be at most 1s");
 
   options.log_level = config.log_level();
   options.log_format = config.log_format();

@@ -81,7 +81,7 @@ struct Options {
   uint64_t max_region_bytes = 0;
   int max_rings = 0;
   absl::Duration ring_spin;
-  absl::Duration busy_poll;
+  absl::Duration device_spin;
 
   std::string log_level;
   std::string log_format;

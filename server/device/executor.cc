@@ -1,5 +1,7 @@
 #include "server/device/executor.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -10,6 +12,12 @@
 
 namespace spmmd::server {
 namespace {
+
+void Pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
 
 absl::Status Stopped() {
   return MakeError(absl::StatusCode::kUnavailable, reason::kDraining, "the server is shutting down");
@@ -54,17 +62,24 @@ void Executor::Submit(std::shared_ptr<Job> job) {
     if (refusal.ok()) {
       ++unfinished_;
       const bool may_wait = options_.max_delay > absl::ZeroDuration() && job->joinable;
-      if (options_.run_inline && !busy_ && waiting_ == 0 && !may_wait && !job->hand_off) {
+      if (options_.run_inline && !busy_ && !looking_ && waiting_ == 0 && !may_wait && !job->hand_off) {
         busy_ = true;
         run_now = true;
       } else {
         Enqueue(std::move(job));
-        if (!busy_) work_.Signal();
+        if (looking_) {
+          found_.store(true, std::memory_order_release);
+        } else if (!busy_) {
+          work_.Signal();
+        }
       }
     }
   }
   if (run_now) {
-    RunBatch({std::move(job)});
+    if (RunBatch({std::move(job)})) {
+      absl::MutexLock lock(&mutex_);
+      StartLook();
+    }
   } else if (!refusal.ok()) {
     metrics_->Rejected(ReasonOf(refusal));
     End(*job, std::move(refusal));
@@ -162,7 +177,7 @@ std::vector<std::shared_ptr<Job>> Executor::TakeBatch(absl::Time now, absl::Time
   return batch;
 }
 
-void Executor::RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) {
+bool Executor::RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) {
   const absl::Time started = absl::Now();
   std::vector<Job*> wanted;
   std::vector<absl::Status> results(jobs.size());
@@ -202,13 +217,17 @@ void Executor::RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) {
     }
   }
   const absl::Duration took = absl::Now() - started;
+  bool soon = false;
   {
     absl::MutexLock lock(&mutex_);
     average_run_ += (took / static_cast<int64_t>(jobs.size()) - average_run_) / 8;
     busy_ = false;
+    soon = options_.look > absl::ZeroDuration() && started - last_run_ < options_.look;
+    last_run_ = started + took;
     if (waiting_ > 0) work_.Signal();
   }
   for (size_t i = 0; i < jobs.size(); ++i) Finish(*jobs[i], std::move(results[i]));
+  return soon;
 }
 
 void Executor::Finish(Job& job, absl::Status status) {
@@ -255,6 +274,7 @@ void Executor::Stop() {
     }
     waiting_ = 0;
     waiting_bytes_ = 0;
+    found_.store(true, std::memory_order_release);
     work_.SignalAll();
     idle_.SignalAll();
   }
@@ -286,7 +306,49 @@ int64_t Executor::unfinished() const {
   return unfinished_;
 }
 
+bool Executor::Offer(absl::AnyInvocable<void()>& task) {
+  if (options_.look <= absl::ZeroDuration()) return false;
+  absl::MutexLock lock(&mutex_);
+  if (!looking_ || busy_ || waiting_ > 0 || offered_ != nullptr || stopping_) return false;
+  offered_ = std::move(task);
+  found_.store(true, std::memory_order_release);
+  return true;
+}
+
+void Executor::StartLook() {
+  if (looking_ || will_look_ || start_look_ || busy_ || stopping_) return;
+  start_look_ = true;
+  work_.Signal();
+}
+
+void Executor::Look() {
+  constexpr int kLooksBetweenYields = 64;
+  looking_ = true;
+  mutex_.Unlock();
+  const absl::Time end = absl::Now() + options_.look;
+  for (int looks = 1; !found_.load(std::memory_order_acquire); ++looks) {
+    if (looks % kLooksBetweenYields == 0) {
+      if (absl::Now() >= end) break;
+      sched_yield();  // somebody may want the core
+    }
+    Pause();
+  }
+  mutex_.Lock();
+  found_.store(false, std::memory_order_relaxed);
+  looking_ = false;
+  if (offered_ == nullptr) return;
+  absl::AnyInvocable<void()> task = std::exchange(offered_, nullptr);
+  will_look_ = true;
+  mutex_.Unlock();
+  task();
+  task = nullptr;
+  mutex_.Lock();
+  will_look_ = false;
+  start_look_ = true;  // for this very thread
+}
+
 void Executor::Loop() {
+  bool look = false;
   while (true) {
     std::vector<std::shared_ptr<Job>> batch;
     {
@@ -296,6 +358,12 @@ void Executor::Loop() {
         absl::Time due = absl::InfiniteFuture();
         if (!busy_ && waiting_ > 0) batch = TakeBatch(absl::Now(), &due);
         if (!batch.empty()) break;
+        look = look || start_look_;
+        start_look_ = false;
+        if (std::exchange(look, false) && !looking_) {
+          Look();
+          continue;
+        }
         if (due == absl::InfiniteFuture()) {
           work_.Wait(&mutex_);
         } else {
@@ -304,7 +372,7 @@ void Executor::Loop() {
       }
       busy_ = true;
     }
-    RunBatch(batch);
+    look = RunBatch(batch);
   }
 }
 

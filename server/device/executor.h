@@ -1,9 +1,11 @@
 // The bounded queue in front of a device and the threads that empty it.
 //
 // A job submitted while the device is idle runs on the submitting thread: a single small request pays no hand-off at
-// all. Otherwise it waits its turn. At most one batch runs at a time; while it does, what waits becomes the next ones:
-// jobs that can share a launch (batch.h) are joined up to a number of tokens. Deadlines and cancellation are checked
-// when a job is submitted and again before it runs; a cancelled job leaves the queue at once.
+// all; when jobs come one soon after the other, a thread of the executor stays awake for the next one instead and takes
+// it over: on a core that has just done the same, a run is shorter by more than that costs. Otherwise it waits its
+// turn. At most one batch runs at a time; while it does, what waits becomes the next ones: jobs that can share a launch
+// (batch.h) are joined up to a number of tokens. Deadlines and cancellation are checked when a job is submitted and
+// again before it runs; a cancelled job leaves the queue at once.
 //
 // Fairness. Jobs wait by flow (the layers that they use); flows take turns, a batch each, and jobs of one flow keep
 // their order but for those that join an earlier one. Background jobs run when no other waits, and every ninth turn.
@@ -11,6 +13,7 @@
 #define SPMMD_SERVER_DEVICE_EXECUTOR_H_
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -20,6 +23,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -42,6 +46,8 @@ class Executor {
     int64_t max_batch_tokens = 512;                    // rows of a batch of several jobs
     // How long a job that could share a launch may wait for others while the device is idle.
     absl::Duration max_delay = absl::ZeroDuration();
+    // How long a thread stays awake for the next job, as long as jobs come that soon. Zero: not at all.
+    absl::Duration look = absl::ZeroDuration();
   };
   // Executes jobs that can share a launch, or one.
   using Run = std::function<absl::Status(absl::Span<Job* const>)>;
@@ -61,6 +67,11 @@ class Executor {
   // after Stop(). When a batch fails, its jobs run again, each alone, so that every one gets its own error; but for
   // UNAVAILABLE, which is the device's.
   void Submit(std::shared_ptr<Job> job);
+
+  // Has the thread that is awake for the next job run `task`, which then makes and submits it: the whole way to the
+  // device on a core that has just been there. False, and nothing happens, when none is awake or something waits. A
+  // task must not block, nor outlive what it uses because of this: it runs soon, even after Stop().
+  bool Offer(absl::AnyInvocable<void()>& task);
 
   // Takes a waiting job out of the queue and ends it with `status`; a running one stops before its next launch. No
   // effect on a job that has ended.
@@ -86,8 +97,12 @@ class Executor {
   };
 
   void Loop();
-  // Runs jobs that hold the device, gives the device back and ends them.
-  void RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Looks for a job without the lock until one waits, or for `look`. Meanwhile Submit leaves jobs to it.
+  void Look() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Has a thread look, unless one does or will.
+  void StartLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Runs jobs that hold the device, gives the device back and ends them. True: the next ones may come soon.
+  bool RunBatch(const std::vector<std::shared_ptr<Job>>& jobs) ABSL_LOCKS_EXCLUDED(mutex_);
   void Finish(Job& job, absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
   // Why the job must not wait, or OK.
   absl::Status Admit(const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -115,6 +130,12 @@ class Executor {
   int foreground_turns_ ABSL_GUARDED_BY(mutex_) = 0;  // since a background job ran
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool looking_ ABSL_GUARDED_BY(mutex_) = false;    // a thread is awake and finds what waits
+  bool will_look_ ABSL_GUARDED_BY(mutex_) = false;  // one that runs a task looks again afterwards
+  absl::AnyInvocable<void()> offered_ ABSL_GUARDED_BY(mutex_);
+  bool start_look_ ABSL_GUARDED_BY(mutex_) = false;  // the next thread to wake is to look
+  std::atomic<bool> found_{false};                   // for the thread that looks: something waits, or it is the end
+  absl::Time last_run_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();         // its end
   absl::Duration average_run_ ABSL_GUARDED_BY(mutex_) = absl::ZeroDuration();  // of one job
   // Two, so that one can start the next batch while the other still hands out the results of the last.
   std::array<std::thread, 2> threads_;

@@ -165,6 +165,13 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
   return job;
 }
 
+bool Engine::Offer(absl::AnyInvocable<void()>& task) {
+  for (Device* device : catalog_->devices()) {
+    if (device->executor().Offer(task)) return true;
+  }
+  return false;
+}
+
 void Engine::Dispatch(const std::shared_ptr<Job>& job) {
   if (!job->plan->sharded) {
     FindLayers(job.get());

@@ -71,6 +71,9 @@ class Engine {
   }
   Call Execute(const pb::ExecuteRequest& request, pb::ExecuteResponse* response, absl::Time deadline,
                const Caller& caller, absl::AnyInvocable<void(absl::Status)> done);
+  // Has a device's thread that is awake run `task` instead of this one, as Executor::Offer does. A task is one small
+  // Execute and what belongs to it.
+  bool Offer(absl::AnyInvocable<void()>& task);
   // Ends the call soon with CANCELLED, or DEADLINE_EXCEEDED when its deadline has passed: at once when it waits, before
   // its next launch when it runs. Harmless on one that has ended, and on null.
   void Cancel(const Call& call);

@@ -21,6 +21,9 @@ namespace spmmd::server {
 
 class Connections;
 
+// Requests up to this size may go to a device's thread before they are parsed: larger ones would keep it from others.
+inline constexpr size_t kMaxOfferedBytes = size_t{64} << 10;
+
 // A call without an end of its own, told when the server drains.
 class DrainableCall {
  public:

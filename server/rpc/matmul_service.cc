@@ -1,11 +1,15 @@
 #include "server/rpc/matmul_service.h"
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "grpcpp/grpcpp.h"
 #include "server/errors.h"
 #include "server/rpc/execute_stream.h"
@@ -23,14 +27,48 @@ class ExecuteCall final : public grpc::ServerUnaryReactor {
               grpc::ByteBuffer* response_bytes)
       : scope_(rpc, method, context), response_bytes_(response_bytes) {}
 
-  // Called by the method's handler. gRPC delivers neither OnCancel nor OnDone before the handler has returned the
-  // reactor, so `call_` is set by then.
+  // Called by the method's handler.
   void Run(const grpc::ByteBuffer* request_bytes) {
-    Engine& engine = *scope_.rpc().engine;
-    absl::Status status = scope_.Admit();
+    if (absl::Status status = scope_.Admit(); !status.ok()) {
+      Finish(scope_.Finish(status));
+      return;
+    }
     // The buffer is this call's own; only gRPC's signature makes it const.
-    if (status.ok()) status = request_.ParseExecute(engine, const_cast<grpc::ByteBuffer*>(request_bytes));
-    if (!status.ok()) {
+    request_bytes_ = const_cast<grpc::ByteBuffer*>(request_bytes);
+    if (request_bytes_->Length() <= kMaxOfferedBytes) {
+      refs_.fetch_add(1, std::memory_order_relaxed);
+      absl::AnyInvocable<void()> task = [this] {
+        Execute();
+        Unref();
+      };
+      if (scope_.rpc().engine->Offer(task)) return;
+      refs_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    // gRPC keeps this object until the handler has returned it.
+    Execute();
+  }
+
+  void OnCancel() override {
+    Engine::Call call;
+    {
+      absl::MutexLock lock(&mutex_);
+      cancelled_ = true;
+      call = call_;
+    }
+    scope_.rpc().engine->Cancel(call);
+  }
+  void OnDone() override { Unref(); }
+
+ private:
+  ~ExecuteCall() override = default;
+
+  void Unref() {
+    if (refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
+  void Execute() {
+    Engine& engine = *scope_.rpc().engine;
+    if (absl::Status status = request_.ParseExecute(engine, request_bytes_); !status.ok()) {
       Finish(scope_.Finish(status));
       return;
     }
@@ -38,7 +76,7 @@ class ExecuteCall final : public grpc::ServerUnaryReactor {
     Engine::Caller caller;
     caller.regions = regions.get();
     request_.Describe(&caller);
-    call_ =
+    Engine::Call call =
         engine.Execute(request_.message(), &response_, scope_.deadline(), caller, [this](const absl::Status& result) {
           if (result.ok()) {
             *response_bytes_ = SerializeExecuteResponse(response_, std::move(request_.payloads().outputs));
@@ -46,19 +84,24 @@ class ExecuteCall final : public grpc::ServerUnaryReactor {
           Finish(scope_.Finish(result));
         });
     request_.ReleaseBytes();
+    bool cancel = false;
+    {
+      absl::MutexLock lock(&mutex_);
+      call_ = call;
+      cancel = cancelled_;
+    }
+    if (cancel) engine.Cancel(call);
   }
-
-  void OnCancel() override { scope_.rpc().engine->Cancel(call_); }
-  void OnDone() override { delete this; }
-
- private:
-  ~ExecuteCall() override = default;
 
   CallScope scope_;
   grpc::ByteBuffer* const response_bytes_;
+  grpc::ByteBuffer* request_bytes_ = nullptr;
   ReceivedRequest request_;
   pb::ExecuteResponse response_;
-  Engine::Call call_;
+  std::atomic<int> refs_{1};  // gRPC's, given back in OnDone, and a device thread's
+  absl::Mutex mutex_;
+  Engine::Call call_ ABSL_GUARDED_BY(mutex_);
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace

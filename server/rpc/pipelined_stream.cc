@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/time/clock.h"
 #include "server/errors.h"
 #include "server/rpc/status.h"
@@ -40,6 +41,20 @@ void PipelinedStream::OnReadDone(bool ok) {
     FinishIfDone();
     return;
   }
+  if (in_.Length() <= kMaxOfferedBytes) {
+    // For the task: the stream may be cancelled, and over, before that runs.
+    refs_.fetch_add(1, std::memory_order_relaxed);
+    absl::AnyInvocable<void()> task = [this] {
+      Handle();
+      Unref();
+    };
+    if (scope_.rpc().engine->Offer(task)) return;
+    refs_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  Handle();
+}
+
+void PipelinedStream::Handle() {
   auto item = std::make_shared<Item>();
   item->request = make_();
   if (absl::Status status = item->request->Parse(&in_); !status.ok()) {
@@ -65,7 +80,7 @@ void PipelinedStream::OnReadDone(bool ok) {
   Engine& engine = *scope_.rpc().engine;
   Engine::Call call =
       item->request->Start(engine, deadline_, [this, item](absl::Status status) { Answer(item, std::move(status)); });
-  // gRPC keeps this object until OnReadDone returns, however far the request has got meanwhile.
+  // gRPC, or the task's reference, keeps this object until here, however far the request has got meanwhile.
   bool cancel = false;
   {
     absl::MutexLock lock(&mutex_);

@@ -62,6 +62,8 @@ class PipelinedStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   ~PipelinedStream() override = default;
 
   void Unref();
+  // Takes the request that was read.
+  void Handle();
   // A request has ended; called by the engine on any thread, or for a request that never got there. Gives back the
   // request's reference: on an engine thread nothing else keeps this object once the stream has been finished.
   void Answer(const std::shared_ptr<Item>& item, const absl::Status& status);

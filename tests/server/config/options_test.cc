@@ -231,10 +231,10 @@ TEST(CommandLineTest, ADirectoryIsNoConfiguration) {
   EXPECT_EQ(Parse({"--config", "/tmp"}).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
-TEST(CommandLineTest, BusyPollIsShort) {
-  EXPECT_EQ(ParseOk({"--busy-poll=50us"}).busy_poll, absl::Microseconds(50));
-  EXPECT_EQ(ParseOk({"--busy-poll=0"}).busy_poll, absl::ZeroDuration());
-  EXPECT_THAT(ParseError({"--busy-poll=1s"}), HasSubstr("--busy-poll: must be at most 100ms"));
+TEST(CommandLineTest, DeviceSpinIsShort) {
+  EXPECT_EQ(ParseOk({"--device-spin=50us"}).device_spin, absl::Microseconds(50));
+  EXPECT_EQ(ParseOk({"--device-spin=0"}).device_spin, absl::ZeroDuration());
+  EXPECT_THAT(ParseError({"--device-spin=2s"}), HasSubstr("--device-spin: must be at most 1s"));
 }
 
 TEST(ParseBytesTest, UnitsAndLimits) {

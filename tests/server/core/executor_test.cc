@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/blocking_counter.h"
@@ -101,6 +102,108 @@ TEST_F(ExecutorTest, IdleDeviceRunsOnTheSubmittingThread) {
   EXPECT_EQ(job.state->ends, 1);  // already
   EXPECT_EQ(ran_on, std::this_thread::get_id());
   EXPECT_TRUE(job.state->status.ok());
+}
+
+// Submits jobs until a thread is awake for the next one, and gives it `task`.
+void OfferSoon(Executor& executor, std::function<void()> task) {
+  absl::AnyInvocable<void()> offered = std::move(task);
+  while (!executor.Offer(offered)) {
+    Recorded job;
+    executor.Submit(job.job);
+    EXPECT_TRUE(job.Wait().ok());
+    std::this_thread::yield();
+  }
+  EXPECT_TRUE(offered == nullptr);
+}
+
+TEST_F(ExecutorTest, AnAwakeThreadTakesTheWholeWay) {
+  Executor::Options options;
+  options.look = absl::Seconds(30);
+  std::thread::id ran_on;
+  Executor executor(options, Each([&](Job&) {
+                      ran_on = std::this_thread::get_id();
+                      return absl::OkStatus();
+                    }),
+                    &metrics_);
+  for (int i = 0; i < 100; ++i) {
+    Recorded job;
+    absl::Notification ended;
+    std::thread::id offered_to;
+    OfferSoon(executor, [&] {
+      offered_to = std::this_thread::get_id();
+      executor.Submit(job.job);
+      EXPECT_EQ(job.state->ends, 1);  // run by this very thread
+      EXPECT_EQ(ran_on, offered_to);
+      ended.Notify();
+    });
+    ended.WaitForNotification();
+    EXPECT_NE(offered_to, std::this_thread::get_id());
+  }
+  // Jobs submitted while it is awake are its own too.
+  absl::Notification ended;
+  OfferSoon(executor, [&] { ended.Notify(); });
+  ended.WaitForNotification();
+  for (int i = 0; i < 100; ++i) {
+    Recorded job;
+    executor.Submit(job.job);
+    EXPECT_TRUE(job.Wait().ok());
+  }
+}
+
+TEST_F(ExecutorTest, NobodyIsAwakeForLong) {
+  Executor plain({}, Each([](Job&) { return absl::OkStatus(); }), &metrics_);
+  absl::AnyInvocable<void()> task = [] { FAIL(); };
+  for (int i = 0; i < 10; ++i) {
+    Recorded job;
+    plain.Submit(job.job);
+    EXPECT_FALSE(plain.Offer(task));
+  }
+  EXPECT_TRUE(task != nullptr);
+  Executor::Options options;
+  options.look = absl::Milliseconds(2);
+  Executor executor(options, Each([](Job&) { return absl::OkStatus(); }), &metrics_);
+  absl::Notification ended;
+  OfferSoon(executor, [&] { ended.Notify(); });
+  ended.WaitForNotification();
+  absl::SleepFor(absl::Milliseconds(300));
+  EXPECT_FALSE(executor.Offer(task));
+  // What comes then is run as ever.
+  Recorded job;
+  executor.Submit(job.job);
+  EXPECT_TRUE(job.Wait().ok());
+}
+
+TEST_F(ExecutorTest, AwakeOrNotEveryJobEndsOnce) {
+  Executor::Options options;
+  options.look = absl::Microseconds(200);
+  Executor executor(options, Each([](Job&) { return absl::OkStatus(); }), &metrics_);
+  std::atomic<int> offered{0};
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&] {
+      for (int i = 0; i < 1000; ++i) {
+        Recorded job;
+        absl::AnyInvocable<void()> task = [&executor, &job] { executor.Submit(job.job); };
+        if (executor.Offer(task)) {
+          offered.fetch_add(1);
+        } else {
+          executor.Submit(job.job);
+        }
+        EXPECT_TRUE(job.Wait().ok());
+        EXPECT_EQ(job.state->ends, 1);
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  executor.Drain();
+  EXPECT_EQ(executor.depth(), 0);
+  // The end comes while a thread is awake, and with a task on its way.
+  Recorded last;
+  OfferSoon(executor, [&] { executor.Submit(last.job); });
+  executor.Stop();
+  last.Wait().IgnoreError();
+  absl::AnyInvocable<void()> task = [] { FAIL(); };
+  EXPECT_FALSE(executor.Offer(task));
 }
 
 TEST_F(ExecutorTest, WithoutInlineItRunsOnTheExecutorsThread) {

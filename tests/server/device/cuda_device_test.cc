@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
 #include "tests/server/device/cuda_harness.h"
 
 namespace spmmd::server {
@@ -314,6 +316,76 @@ TEST_F(CudaDeviceTest, ARequestLargerThanTheStagingBuffers) {
   EXPECT_TRUE(CompareToReference(ViewOf(response.outputs(0).tensor()), ReferenceMatmul(tall.view(), narrow.view()),
                                  DefaultTolerance(DType::kF32, 24))
                   .ok());
+}
+
+// Large tensors beside the messages: the same bits as in them, from slices of any size, small ones and staged ones too.
+TEST_F(CudaDeviceTest, PayloadsBesideTheMessages) {
+  CudaCore core(library_, Unmeasured());
+  const DenseMatrix w = RandomMatrix(DType::kF16, 264, 512, 0.5, 1);
+  const DenseMatrix v = RandomMatrix(DType::kF16, 8, 512, 0.5, 2);
+  ASSERT_TRUE(core.Register("w", w.view()).ok());
+  ASSERT_TRUE(core.Register("v", v.view()).ok());
+  std::mt19937 random(3);
+  for (const int64_t rows : {1, 5, 40, 300, 6000}) {
+    const DenseMatrix x = RandomMatrix(DType::kF16, rows, 512, 0, 4);
+    pb::ExecuteRequest request;
+    pb::Program& program = *request.mutable_program();
+    program.add_inputs("x");
+    AddMatmul(&program, "a", "w", "x");
+    AddMatmul(&program, "b", "v", "x");
+    for (const char* step : {"a", "b", "a"}) program.add_outputs()->set_step(step);
+    request.add_inputs()->set_name("x");
+    SetTensor(x.view(), request.mutable_inputs(0)->mutable_dense());
+    pb::ExecuteResponse expected;
+    ASSERT_TRUE(core.Execute(request, &expected).ok());
+
+    const std::string data = request.inputs(0).dense().data();
+    request.mutable_inputs(0)->mutable_dense()->mutable_data()->clear();
+    for (int repeat = 0; repeat < 3; ++repeat) {  // the later ones may be replayed
+      Payloads payloads;
+      payloads.inputs.resize(1);
+      payloads.inputs[0].bytes = data.size();
+      for (size_t at = 0; at < data.size();) {
+        const size_t size = std::min<size_t>(data.size() - at, 1 + random() % 40000);
+        payloads.inputs[0].pieces.emplace_back(reinterpret_cast<const std::byte*>(data.data()) + at, size);
+        at += size;
+      }
+      Engine::Caller caller;
+      caller.payloads = &payloads;
+      pb::ExecuteResponse response;
+      absl::Notification ended;
+      absl::Status status;
+      core.engine.Execute(request, &response, absl::InfiniteFuture(), caller, [&](absl::Status result) {
+        status = std::move(result);
+        ended.Notify();
+      });
+      ended.WaitForNotification();
+      ASSERT_TRUE(status.ok()) << status;
+      payloads.outputs.resize(3);
+      for (int o = 0; o < 3; ++o) {
+        const std::string& whole = expected.outputs(o).tensor().data();
+        const HostBuffer& beside = payloads.outputs[static_cast<size_t>(o)];
+        EXPECT_EQ(beside.data() != nullptr, whole.size() >= Payloads::kMinBytes);
+        const std::string got = beside.data() == nullptr
+                                    ? response.outputs(o).tensor().data()
+                                    : std::string(reinterpret_cast<const char*>(beside.data()), beside.bytes());
+        EXPECT_TRUE(got == whole) << rows << " rows, output " << o;
+      }
+    }
+    // Too few bytes: said as ever.
+    Payloads cut_short;
+    cut_short.inputs.resize(1);
+    cut_short.inputs[0].pieces.emplace_back(reinterpret_cast<const std::byte*>(data.data()), data.size() - 2);
+    cut_short.inputs[0].bytes = data.size() - 2;
+    Engine::Caller caller;
+    caller.payloads = &cut_short;
+    pb::ExecuteResponse response;
+    core.engine.Execute(request, &response, absl::InfiniteFuture(), caller, [&](const absl::Status& status) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_THAT(std::string(status.message()), HasSubstr("inputs[0].dense.data: expected"));
+    });
+  }
+  EXPECT_GT(core.device->host_buffers().pinned_bytes(), 0);
 }
 
 TEST_F(CudaDeviceTest, AutoChoosesByDensityAndActivations) {
