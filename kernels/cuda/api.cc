@@ -117,6 +117,7 @@ Status ResolveGroup(const spmmd_cuda_layer* const* layers, int32_t index, const 
   if ((*kernel)->launch_group == nullptr) {
     return Unimplemented(std::string("kernel ") + (*kernel)->name + " has no grouped launch");
   }
+  if ((*kernel)->check_group != nullptr) return (*kernel)->check_group(layers, calls, count);
   return {};
 }
 

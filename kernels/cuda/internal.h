@@ -98,6 +98,8 @@ struct Kernel {
   Status (*launch_group)(const spmmd_cuda_layer* const* layers, const Call* calls, int count,
                          cudaStream_t stream) = nullptr;
   uint64_t (*group_scratch_bytes)(const spmmd_cuda_layer* const* layers, const Call* calls, int count) = nullptr;
+  // Whether these go together, beyond what each call is checked for; null: launch_group says so.
+  Status (*check_group)(const spmmd_cuda_layer* const* layers, const Call* calls, int count) = nullptr;
   // Among kernels that can run a call AUTO takes the first that answers true here, else the first of the table.
   bool (*preferred)(const spmmd_cuda_layer& layer, const Call& call) = nullptr;
 };

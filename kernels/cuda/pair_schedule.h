@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/cuda/host_device.h"
+#include "kernels/cuda/paired_rows.h"
 
 namespace spmmd::cuda::pair {
 
@@ -19,14 +21,14 @@ inline constexpr int kMaxGroups = 64;
 
 // How a launch is cut; the same numbers on host and device.
 struct Plan {
-  int row_blocks;
   int col_blocks;
   int pairs;                 // of CTAs
-  int rows;                  // row blocks a pair; the last may have fewer
+  int rows;                  // row blocks a pair; a layer's last may have fewer
   int stages;                // chunks in flight a warp
   uint32_t cols_inverse[2];  // of Cols(rank): 2^22 / cols, rounded up
 
-  SPMMD_HOST_DEVICE int Rows(int pair) const { return Min(rows, row_blocks - pair * rows); }
+  // Row blocks of a layer's pair number `pair`.
+  SPMMD_HOST_DEVICE int Rows(int row_blocks, int pair) const { return Min(rows, row_blocks - pair * rows); }
   // What a CTA gets from the other: sums of half of the row blocks and token tiles.
   SPMMD_HOST_DEVICE int InboxBytes(int tiles) const { return (rows * tiles + 1) / 2 * 512; }
   // Column blocks of a rank: the first half, rounded up, is rank 0's.
@@ -52,15 +54,14 @@ inline int64_t SharedBytes(const Plan &plan, int tokens, int chunk_cols, int64_t
   return ActivationBytes(plan, tokens, chunk_cols) + plan.InboxBytes(tokens / 8) + kWarps * (plan.stages * stage_bytes);
 }
 
-// pairs == 0 when the matrix is too large for this kernel, or its chunks are.
-inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int tokens,
-                     int chunk_cols, int64_t stage_bytes, int most_stages) {
+// For layers of row_blocks[i] row blocks each. pairs == 0 when they are too large for this kernel, or their chunks are.
+inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, const std::vector<int64_t> &row_blocks,
+                     int64_t col_blocks, int tokens, int chunk_cols, int64_t stage_bytes, int most_stages) {
   Plan plan = {};
-  const int64_t most_pairs = multiprocessors / 2;
-  if (most_pairs == 0 || CeilDiv(row_blocks, most_pairs) > kMaxRows) return plan;
-  plan.row_blocks = static_cast<int>(row_blocks);
+  const int64_t rows = RowsOfAPair(row_blocks, multiprocessors / 2);
+  if (rows == 0 || rows > kMaxRows) return plan;
   plan.col_blocks = static_cast<int>(col_blocks);
-  plan.rows = static_cast<int>(CeilDiv(row_blocks, most_pairs));
+  plan.rows = static_cast<int>(rows);
   if (CeilDiv(int64_t{plan.Cols(0)} * chunk_cols, kGroupCols) > kMaxGroups) return plan;
   const int64_t most_items = CeilDiv(int64_t{plan.rows} * plan.Cols(0), kWarps);
   // A warp leaves its sums, of two row blocks at most, where its chunks were.
@@ -69,7 +70,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
     if (SharedBytes(plan, tokens, chunk_cols, stage_bytes) <= max_shared_bytes) break;
   }
   if (plan.stages < std::min<int64_t>(2, most_items) || plan.stages * stage_bytes < sums) return plan;
-  plan.pairs = static_cast<int>(CeilDiv(row_blocks, plan.rows));
+  plan.pairs = static_cast<int>(PairsOf(row_blocks, plan.rows));
   for (int rank = 0; rank < 2; ++rank) {
     plan.cols_inverse[rank] = plan.Cols(rank) == 0 ? 0 : static_cast<uint32_t>(CeilDiv(1 << 22, plan.Cols(rank)));
   }

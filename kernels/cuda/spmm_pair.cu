@@ -15,9 +15,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <tuple>
 
 #include "kernels/cuda/activation_map.h"
 #include "kernels/cuda/bitmap_decode.cuh"
@@ -26,6 +23,7 @@
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/pair_schedule.h"
+#include "kernels/cuda/paired_launch.h"
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/spmm_pair.h"
 #include "kernels/format/bitmap_gpu_layout.h"
@@ -43,12 +41,9 @@ constexpr int kDynamicAlignment = 1024;
 
 struct PairParams {
   pair::Plan plan;
-  const uint8_t *chunks;
-  const uint32_t *offsets;
+  PairedLayers layers;
   int tokens;
-  int m;
   int stage_bytes;
-  Epilogue epilogue;
 };
 
 struct PairShared {
@@ -69,10 +64,11 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
   const pair::Plan &plan = p.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const int cluster = static_cast<int>(blockIdx.x) / 2;
+  const PairedLayer &layer = p.layers.OfPair(static_cast<int>(blockIdx.x) / 2);
+  const int own_pair = static_cast<int>(blockIdx.x) / 2 - layer.first_pair;
   const int rank = static_cast<int>(blockIdx.x) % 2;
   const int cols = plan.Cols(rank);
-  const int rows = plan.Rows(cluster);
+  const int rows = plan.Rows(layer.row_blocks, own_pair);
   const int items = rows * cols;
   const int begin = pair::FirstItem(items, warp);
   const int count = pair::FirstItem(items, warp + 1) - begin;
@@ -87,7 +83,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
   const int first_row = plan.RowOf(rank, begin);
   const int first_col = begin - first_row * cols;
   const uint32_t *const first_offset =
-      p.offsets + (static_cast<int64_t>(cluster) * plan.rows * plan.col_blocks + plan.FirstCol(rank));
+      layer.offsets + (static_cast<int64_t>(own_pair) * plan.rows * plan.col_blocks + plan.FirstCol(rank));
   const auto find = [&](int i) {
     const int past = first_col + i >= cols ? cols : 0;  // in the second row block
     const uint32_t *offset = first_offset + (static_cast<int64_t>(first_row + (past > 0 ? 1 : 0)) * plan.col_blocks +
@@ -110,7 +106,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
   __syncwarp();
   // Every warp's first chunk is asked for before any warp's second.
   const auto fetch_mine = [&] {
-    FetchChunk(p.chunks, offsets.Mine(), stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
+    FetchChunk(layer.chunks, offsets.Mine(), stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
   };
   if (lane == 0 && count > 0) fetch_mine();
   __syncwarp();
@@ -178,7 +174,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
     __syncwarp();  // every lane is done with the stage
     if (!offsets.done()) {
       const uint2 next = offsets.Next();
-      if (ElectOne()) FetchChunk(p.chunks, next, chunk, full);
+      if (ElectOne()) FetchChunk(layer.chunks, next, chunk, full);
     }
     if (++stage == plan.stages) {
       stage = 0;
@@ -247,7 +243,7 @@ __global__ __launch_bounds__(kWarps * 32, 1) void SpmmPair(const __grid_constant
     received[lane] = total;
     __syncwarp();
     const float4 quad = LoadQuad(reinterpret_cast<const float *>(received) + QuadOffset(lane));
-    StoreTileQuad(p.epilogue, p.tokens, p.m, cluster * plan.rows + row, tile, lane, quad);
+    StoreTileQuad(layer.epilogue, p.tokens, layer.m, own_pair * plan.rows + row, tile, lane, quad);
   }
 }
 
@@ -269,15 +265,18 @@ constexpr int64_t kMaxTokens = 16;
 
 int PaddedTokens(int64_t tokens) { return tokens <= 8 ? 8 : 16; }
 
-int ChunkCols(const spmmd_cuda_layer &layer) { return static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]); }
-
-pair::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call) {
+pair::Plan PlanFor(const spmmd_cuda_layer *const *layers, const Call &call, int count) {
   constexpr int64_t kStatic = (sizeof(PairShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
+  const spmmd_cuda_layer &first = *layers[0];
   const int variant = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u);
-  return pair::MakePlan(layer.device->multiprocessors, static_cast<int64_t>(layer.device->max_shared_bytes) - kStatic,
-                        CeilDiv(layer.m, 16), CeilDiv(layer.k, ChunkCols(layer)), PaddedTokens(call.n),
-                        ChunkCols(layer), layer.params[bitmap_gpu::kParamMaxChunkBytes],
+  return pair::MakePlan(first.device->multiprocessors, static_cast<int64_t>(first.device->max_shared_bytes) - kStatic,
+                        RowBlocksOf(layers, count), BitmapColBlocks(first), PaddedTokens(call.n),
+                        BitmapChunkCols(first), LargestChunk(layers, count),
                         variant == 0 ? 2 : std::min(variant + 1, kMaxStages));
+}
+pair::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call) {
+  const spmmd_cuda_layer *layers[] = {&layer};
+  return PlanFor(layers, call, 1);
 }
 
 Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
@@ -288,40 +287,34 @@ Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
 
 uint64_t ScratchBytes(const spmmd_cuda_layer &layer, const Call &call) { return ConvertedBytes(layer, call); }
 
-Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stream) {
-  const int padded = PaddedTokens(call.n);
-  PairParams p = {};
-  p.plan = PlanFor(layer, call);
-  p.chunks = layer.SectionData(bitmap_gpu::kChunkSection);
-  p.offsets = reinterpret_cast<const uint32_t *>(layer.SectionData(bitmap_gpu::kOffsetSection));
-  p.tokens = static_cast<int>(call.n);
-  p.m = static_cast<int>(layer.m);
-  p.stage_bytes = static_cast<int>(layer.params[bitmap_gpu::kParamMaxChunkBytes]);
-  p.epilogue = MakeEpilogue(call);
-  Activations x;
-  SPMMD_CUDA_TRY(PrepareActivations(layer, call, static_cast<uint8_t *>(call.workspace) + kCounterBytes, stream, &x));
-  CUtensorMap map;
-  SPMMD_CUDA_TRY(EncodeActivations(x.data, layer.k, call.n, x.stride, padded, layer.dtype == kBf16, &map));
-
-  const PairKernel kernel = FindKernel(layer.dtype == kBf16, padded, ChunkCols(layer));
-  const auto shared_bytes = static_cast<int>(pair::SharedBytes(p.plan, padded, ChunkCols(layer), p.stage_bytes));
-  SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(p.plan.pairs * 2));
-  config.blockDim = dim3(kWarps * 32);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = 2;
-  attributes[0].val.clusterDim.y = 1;
-  attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes;
-  config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 2 : 1;
-  SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
+Status CheckGroup(const spmmd_cuda_layer *const *layers, const Call *calls, int count) {
+  SPMMD_CUDA_TRY(CheckPairedGroup(layers, calls, count));
+  if (PlanFor(layers, calls[0], count).pairs == 0) {
+    return InvalidArgument("layers: together they are too large for spmm_pair");
+  }
   return {};
+}
+
+uint64_t GroupScratchBytes(const spmmd_cuda_layer *const *layers, const Call *calls, int) {
+  return ConvertedBytes(*layers[0], calls[0]);
+}
+
+Status LaunchGroup(const spmmd_cuda_layer *const *layers, const Call *calls, int count, cudaStream_t stream) {
+  const spmmd_cuda_layer &first = *layers[0];
+  const int padded = PaddedTokens(calls[0].n);
+  PairParams p = {};
+  p.plan = PlanFor(layers, calls[0], count);
+  p.layers = MakePairedLayers(layers, calls, count, p.plan.rows);
+  p.tokens = static_cast<int>(calls[0].n);
+  p.stage_bytes = static_cast<int>(LargestChunk(layers, count));
+  const auto shared_bytes = static_cast<int>(pair::SharedBytes(p.plan, padded, BitmapChunkCols(first), p.stage_bytes));
+  return LaunchPairs(FindKernel(first.dtype == kBf16, padded, BitmapChunkCols(first)), p, p.plan.pairs, kWarps * 32,
+                     shared_bytes, padded, first, calls[0], stream);
+}
+
+Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stream) {
+  const spmmd_cuda_layer *layers[] = {&layer};
+  return LaunchGroup(layers, &call, 1, stream);
 }
 
 // Measured on an H200: faster than the others wherever the pairs fill the device.
@@ -337,6 +330,9 @@ const Kernel kSpmmPair = {.name = "spmm_pair",
                           .can_implement = CanImplement,
                           .scratch_bytes = ScratchBytes,
                           .launch = Launch,
+                          .launch_group = LaunchGroup,
+                          .group_scratch_bytes = GroupScratchBytes,
+                          .check_group = CheckGroup,
                           .preferred = Preferred};
 
 }  // namespace spmmd::cuda

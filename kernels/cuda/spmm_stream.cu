@@ -19,7 +19,8 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "kernels/cuda/activation_map.h"
 #include "kernels/cuda/bitmap_decode.cuh"
@@ -27,6 +28,7 @@
 #include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/epilogue.cuh"
 #include "kernels/cuda/internal.h"
+#include "kernels/cuda/paired_launch.h"
 #include "kernels/cuda/ptx.cuh"
 #include "kernels/cuda/spmm_stream.h"
 #include "kernels/cuda/spmm_tile.h"
@@ -50,12 +52,9 @@ constexpr int kRowBarrier = 1;
 
 struct StreamParams {
   stream::Plan plan;
-  const uint8_t *chunks;
-  const uint32_t *offsets;
+  PairedLayers layers;
   int tokens;
-  int m;
   int stage_bytes;
-  Epilogue epilogue;
 };
 
 struct StreamShared {
@@ -76,13 +75,14 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
   const stream::Plan &plan = p.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  const int cluster = static_cast<int>(blockIdx.x) / 2;
+  const PairedLayer &layer = p.layers.OfPair(static_cast<int>(blockIdx.x) / 2);
+  const int own_pair = static_cast<int>(blockIdx.x) / 2 - layer.first_pair;
   const int rank = static_cast<int>(blockIdx.x) % 2;
   const int height = plan.height;
   const int depth = plan.depth;
   const int warps = height * depth;
   const int slots = plan.slots;
-  const int rows = plan.Rows(cluster);
+  const int rows = plan.Rows(layer.row_blocks, own_pair);
   int place = 0;
   int row = warp;
   while (row >= height) {
@@ -103,9 +103,10 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
   const uint32_t x_empty = SharedAddress(shared.x_empty);
 
   // The weights do not depend on earlier kernels: start them before anything else. Lane s fetches chunk s.
-  const stream::Share share = stream::ShareOf(plan, cluster, rank, row, place);
+  const stream::Share share = stream::ShareOf(plan, rows, rank, row, place);
   const uint32_t *const first_offset =
-      p.offsets + (static_cast<int64_t>(cluster * plan.rows + row) * plan.col_blocks + plan.FirstCol(rank) + place);
+      layer.offsets +
+      (static_cast<int64_t>(own_pair * plan.rows + row) * plan.col_blocks + plan.FirstCol(rank) + place);
   const auto find = [&](int i) {
     const IntPair at = stream::Find(share, i);
     const uint32_t *offset = first_offset + (static_cast<int64_t>(at.x * height) * plan.col_blocks + at.y * depth);
@@ -115,7 +116,7 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
   ChunkOffsets offsets(count, find);
   const int first = min(plan.stages, count);
   const auto fetch_mine = [&] {
-    FetchChunk(p.chunks, offsets.Mine(), stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
+    FetchChunk(layer.chunks, offsets.Mine(), stage0 + static_cast<uint32_t>(lane * p.stage_bytes), full0 + lane * 8);
   };
   if (warp < warps) {
     if (lane < plan.stages) BarrierInit(full0 + lane * 8, 1);
@@ -240,7 +241,7 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
       if (lane == 0) BarrierArrive(ring_empty + static_cast<uint32_t>(slot * 8));
       if (!offsets.done()) {
         const uint2 next = offsets.Next();
-        if (ElectOne()) FetchChunk(p.chunks, next, chunk, full);
+        if (ElectOne()) FetchChunk(layer.chunks, next, chunk, full);
       }
       if (++stage == plan.stages) {
         stage = 0;
@@ -305,7 +306,7 @@ __global__ __launch_bounds__((kMaxWarps + 1) * 32, 1) void SpmmStream(const __gr
       mine[lane] = total;
       __syncwarp();
       const float4 quad = LoadQuad(reinterpret_cast<const float *>(mine) + QuadOffset(lane));
-      StoreTileQuad(p.epilogue, p.tokens, p.m, cluster * plan.rows + round * height + row, tile, lane, quad);
+      StoreTileQuad(layer.epilogue, p.tokens, layer.m, own_pair * plan.rows + round * height + row, tile, lane, quad);
     }
   }
 }
@@ -330,24 +331,28 @@ constexpr int64_t kMaxTokens = 32;
 
 int PaddedTokens(int64_t tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : 32; }
 
-int ChunkCols(const spmmd_cuda_layer &layer) { return static_cast<int>(layer.params[bitmap_gpu::kParamChunkCols]); }
-
 // Plans are made once for each kind of launch.
-stream::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call) {
+stream::Plan PlanFor(const spmmd_cuda_layer *const *layers, const Call &call, int count) {
   constexpr int64_t kStatic = (sizeof(StreamShared) + kDynamicAlignment - 1) / kDynamicAlignment * kDynamicAlignment;
+  const spmmd_cuda_layer &first = *layers[0];
   const auto only = static_cast<int>(call.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT & 15u);
-  const int64_t row_blocks = CeilDiv(layer.m, 16);
-  const int64_t col_blocks = CeilDiv(layer.k, ChunkCols(layer));
-  const int64_t stage_bytes = layer.params[bitmap_gpu::kParamMaxChunkBytes];
+  const std::vector<int64_t> row_blocks = RowBlocksOf(layers, count);
+  const int64_t col_blocks = BitmapColBlocks(first);
+  const int64_t stage_bytes = LargestChunk(layers, count);
   const int tokens = PaddedTokens(call.n);
   static std::mutex mutex;
-  static auto *const plans = new std::map<std::tuple<int, int64_t, int64_t, int, int, int64_t, int>, stream::Plan>();
-  const std::tuple key(layer.device->index, row_blocks, col_blocks, tokens, ChunkCols(layer), stage_bytes, only);
+  static auto *const plans = new std::map<std::vector<int64_t>, stream::Plan>();
+  std::vector<int64_t> key = {first.device->index, col_blocks, tokens, BitmapChunkCols(first), stage_bytes, only};
+  key.insert(key.end(), row_blocks.begin(), row_blocks.end());
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = plans->find(key); found != plans->end()) return found->second;
-  return (*plans)[key] = stream::MakePlan(layer.device->multiprocessors,
-                                          static_cast<int64_t>(layer.device->max_shared_bytes) - kStatic, row_blocks,
-                                          col_blocks, tokens, ChunkCols(layer), stage_bytes, only);
+  return (*plans)[std::move(key)] = stream::MakePlan(
+             first.device->multiprocessors, static_cast<int64_t>(first.device->max_shared_bytes) - kStatic, row_blocks,
+             col_blocks, tokens, BitmapChunkCols(first), stage_bytes, only);
+}
+stream::Plan PlanFor(const spmmd_cuda_layer &layer, const Call &call) {
+  const spmmd_cuda_layer *layers[] = {&layer};
+  return PlanFor(layers, call, 1);
 }
 
 Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
@@ -358,43 +363,38 @@ Status CanImplement(const spmmd_cuda_layer &layer, const Call &call) {
 
 uint64_t ScratchBytes(const spmmd_cuda_layer &layer, const Call &call) { return ConvertedBytes(layer, call); }
 
-Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stream) {
-  const int padded = PaddedTokens(call.n);
-  StreamParams p = {};
-  p.plan = PlanFor(layer, call);
-  p.chunks = layer.SectionData(bitmap_gpu::kChunkSection);
-  p.offsets = reinterpret_cast<const uint32_t *>(layer.SectionData(bitmap_gpu::kOffsetSection));
-  p.tokens = static_cast<int>(call.n);
-  p.m = static_cast<int>(layer.m);
-  p.stage_bytes = static_cast<int>(layer.params[bitmap_gpu::kParamMaxChunkBytes]);
-  p.epilogue = MakeEpilogue(call);
-  Activations x;
-  SPMMD_CUDA_TRY(PrepareActivations(layer, call, static_cast<uint8_t *>(call.workspace) + kCounterBytes, stream, &x));
-  CUtensorMap map;
-  SPMMD_CUDA_TRY(EncodeActivations(x.data, layer.k, call.n, x.stride, padded, layer.dtype == kBf16, &map));
+Status CheckGroup(const spmmd_cuda_layer *const *layers, const Call *calls, int count) {
+  SPMMD_CUDA_TRY(CheckPairedGroup(layers, calls, count));
+  if (PlanFor(layers, calls[0], count).pairs == 0) {
+    return InvalidArgument("layers: no cut of them together fits spmm_stream");
+  }
+  return {};
+}
 
-  const StreamKernel kernel = FindKernel(layer.dtype == kBf16, padded, ChunkCols(layer));
+uint64_t GroupScratchBytes(const spmmd_cuda_layer *const *layers, const Call *calls, int) {
+  return ConvertedBytes(*layers[0], calls[0]);
+}
+
+Status LaunchGroup(const spmmd_cuda_layer *const *layers, const Call *calls, int count, cudaStream_t stream) {
+  const spmmd_cuda_layer &first = *layers[0];
+  const int padded = PaddedTokens(calls[0].n);
+  StreamParams p = {};
+  p.plan = PlanFor(layers, calls[0], count);
+  p.layers = MakePairedLayers(layers, calls, count, p.plan.rows);
+  p.tokens = static_cast<int>(calls[0].n);
+  p.stage_bytes = static_cast<int>(LargestChunk(layers, count));
   // More than half of an SM's, so that a launch that was chained to this one does not decode on the same SMs: 24 us
   // instead of 17 at 11008x4096, N = 8.
-  const auto shared_bytes = static_cast<int>(std::max<int64_t>(
-      stream::SharedBytes(p.plan, padded, ChunkCols(layer), p.stage_bytes), layer.device->max_shared_bytes / 2 + 2048));
-  SPMMD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(p.plan.pairs * 2));
-  config.blockDim = dim3(static_cast<unsigned>((p.plan.warps() + 1) * 32));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = 2;
-  attributes[0].val.clusterDim.y = 1;
-  attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attributes;
-  config.numAttrs = (call.flags & SPMMD_CUDA_FLAG_CHAIN) != 0 ? 2 : 1;
-  SPMMD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, map, p));
-  return {};
+  const auto shared_bytes =
+      static_cast<int>(std::max<int64_t>(stream::SharedBytes(p.plan, padded, BitmapChunkCols(first), p.stage_bytes),
+                                         static_cast<int64_t>(first.device->max_shared_bytes) / 2 + 2048));
+  return LaunchPairs(FindKernel(first.dtype == kBf16, padded, BitmapChunkCols(first)), p, p.plan.pairs,
+                     (p.plan.warps() + 1) * 32, shared_bytes, padded, first, calls[0], stream);
+}
+
+Status Launch(const spmmd_cuda_layer &layer, const Call &call, cudaStream_t stream) {
+  const spmmd_cuda_layer *layers[] = {&layer};
+  return LaunchGroup(layers, &call, 1, stream);
 }
 
 // Measured on an H200: faster than spmm_tile for up to 16 tokens where the pairs fill the device (beyond, it depends on
@@ -415,6 +415,9 @@ const Kernel kSpmmStream = {.name = "spmm_stream",
                             .can_implement = CanImplement,
                             .scratch_bytes = ScratchBytes,
                             .launch = Launch,
+                            .launch_group = LaunchGroup,
+                            .group_scratch_bytes = GroupScratchBytes,
+                            .check_group = CheckGroup,
                             .preferred = Preferred};
 
 }  // namespace spmmd::cuda

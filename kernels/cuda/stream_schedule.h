@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/cuda/host_device.h"
+#include "kernels/cuda/paired_rows.h"
 
 namespace spmmd::cuda::stream {
 
@@ -20,10 +22,9 @@ inline constexpr int kBoxCols = 64;        // X comes in boxes of 64 columns x a
 // How a launch is cut; the same numbers on host and device.
 struct Plan {
   double us;  // estimated
-  int row_blocks;
   int col_blocks;
   int pairs;   // of CTAs
-  int rows;    // row blocks a pair; the last may have fewer
+  int rows;    // row blocks a pair; a layer's last may have fewer
   int height;  // row blocks that a pair works on at a time
   int depth;   // warps a row block, in each of the two CTAs
   int rounds;
@@ -32,7 +33,8 @@ struct Plan {
   uint32_t steps_inverse[2][2];  // [rank][longer], see Find
 
   SPMMD_HOST_DEVICE int warps() const { return height * depth; }
-  SPMMD_HOST_DEVICE int Rows(int pair) const { return Min(rows, row_blocks - pair * rows); }
+  // Row blocks of a layer's pair number `pair`.
+  SPMMD_HOST_DEVICE int Rows(int row_blocks, int pair) const { return Min(rows, row_blocks - pair * rows); }
   // Column blocks of a rank: the first half, rounded up, is rank 0's.
   SPMMD_HOST_DEVICE int Cols(int rank) const { return rank == 0 ? col_blocks - col_blocks / 2 : col_blocks / 2; }
   SPMMD_HOST_DEVICE int FirstCol(int rank) const { return rank == 0 ? 0 : col_blocks - col_blocks / 2; }
@@ -45,12 +47,13 @@ struct Share {
   int rounds;  // in which its row exists
   uint32_t inverse;
 };
-SPMMD_HOST_DEVICE Share ShareOf(const Plan &plan, int pair, int rank, int row, int place) {
+// `rows`: row blocks of its pair.
+SPMMD_HOST_DEVICE Share ShareOf(const Plan &plan, int rows, int rank, int row, int place) {
   const int cols = plan.Cols(rank);
   const int base = plan.depth == 1 ? cols : plan.depth == 2 ? cols / 2 : plan.depth == 4 ? cols / 4 : cols / plan.depth;
   const int longer = place < cols - base * plan.depth ? 1 : 0;
   Share share = {base + longer, 0, plan.steps_inverse[rank][longer]};
-  for (int first = 0; first + row < plan.Rows(pair) && share.rounds < plan.rounds; first += plan.height) ++share.rounds;
+  for (int first = 0; first + row < rows && share.rounds < plan.rounds; first += plan.height) ++share.rounds;
   return share;
 }
 // Round (x) and step (y) of a warp's i-th chunk. A division takes several times as long, and this is on the way to a
@@ -78,8 +81,9 @@ inline int64_t SharedBytes(const Plan &plan, int tokens, int chunk_cols, int64_t
 }
 
 // The cut with the lowest estimated time, or number `only` (from 1) of those tried; pairs == 0 when there is none.
-inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_blocks, int64_t col_blocks, int tokens,
-                     int chunk_cols, int64_t stage_bytes, int only = 0) {
+// For layers of row_blocks[i] row blocks each.
+inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, const std::vector<int64_t> &row_blocks,
+                     int64_t col_blocks, int tokens, int chunk_cols, int64_t stage_bytes, int only = 0) {
   // Fitted to measurements on an H200.
   constexpr double kLaunchUs = 2;
   constexpr double kBytesPerUsPerSm = 34e3;
@@ -89,14 +93,12 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   const double warp_elements_per_us = tokens <= 8 ? 2450 : tokens <= 16 ? 2500 : 2300;
   const double elements_per_us = tokens <= 8 ? 38e3 : tokens <= 16 ? 30e3 : 22e3;
   Plan best = {};
-  const int64_t most_pairs = multiprocessors / 2;
-  if (most_pairs == 0) return best;
-  const int64_t rows = CeilDiv(row_blocks, most_pairs);
+  const int64_t rows = RowsOfAPair(row_blocks, multiprocessors / 2);
+  if (rows == 0) return best;
   int number = 0;
   for (int depth = 1; depth <= 5; ++depth) {
     for (int rounds = 1; rounds <= kMaxRounds; ++rounds) {
       Plan plan = {};
-      plan.row_blocks = static_cast<int>(row_blocks);
       plan.col_blocks = static_cast<int>(col_blocks);
       plan.depth = depth;
       plan.rounds = rounds;
@@ -125,7 +127,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
       if (plan.depth > 2 && rounds > 1) plan.us *= 1.02;
       plan.us += kLaunchUs + kRoundUs * rounds + warp_us * plan.warps();
       if (best.pairs == 0 || plan.us < best.us) {
-        plan.pairs = static_cast<int>(CeilDiv(row_blocks, rows));
+        plan.pairs = static_cast<int>(PairsOf(row_blocks, rows));
         for (int rank = 0; rank < 2; ++rank) {
           for (int longer = 0; longer < 2; ++longer) {
             const int64_t each = plan.Cols(rank) / depth + longer;

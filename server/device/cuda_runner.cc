@@ -668,21 +668,31 @@ void CudaRunner::GroupSteps(const Job& job, uint64_t* scratch_bytes) {
     const spmmd_cuda_layer* layers[kMaxGroup] = {planned_[first].layer};
     spmmd_cuda_matmul calls[kMaxGroup] = {planned_[first].call};
     size_t count = 1;
+    int32_t kernel = planned_[first].kernel;
     for (size_t s = first + 1; s < steps.size() && count < kMaxGroup; ++s) {
-      if (!may_join(s) || steps[s].left != steps[first].left || planned_[s].kernel != planned_[first].kernel) break;
+      if (!may_join(s) || steps[s].left != steps[first].left) break;
       layers[count] = planned_[s].layer;
       calls[count] = planned_[s].call;
       uint64_t bytes = 0;
       // Refused where the kernel has no groups, or these layers do not go together.
-      if (context_->cuda().group_workspace_bytes(layers, planned_[first].kernel, calls, static_cast<int32_t>(count + 1),
-                                                 &bytes) != SPMMD_CUDA_OK) {
-        break;
+      const auto go_together = [&](int32_t with) {
+        return context_->cuda().group_workspace_bytes(layers, with, calls, static_cast<int32_t>(count + 1), &bytes) ==
+               SPMMD_CUDA_OK;
+      };
+      // Where each has another kernel alone (a large q, a small k), one of the two in one launch is still faster.
+      if (!go_together(kernel)) {
+        if (planned_[s].kernel == kernel || !go_together(planned_[s].kernel)) break;
+        kernel = planned_[s].kernel;
       }
       *scratch_bytes = std::max(*scratch_bytes, bytes);
       ++count;
     }
     planned_[first].group = static_cast<int>(count);
-    for (size_t s = first + 1; s < first + count; ++s) planned_[s].group = 0;
+    planned_[first].kernel = kernel;
+    for (size_t s = first + 1; s < first + count; ++s) {
+      planned_[s].group = 0;
+      planned_[s].kernel = kernel;
+    }
     first += count - 1;
   }
 }

@@ -135,35 +135,47 @@ TEST(TileSchedule, MultipliesEveryChunkOnceAndAddsEveryPartOnce) {
   }
 }
 
-// True if the kernel takes the problem.
-bool CheckPair(const Problem &problem, int tokens) {
-  const pair::Plan plan = pair::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks, problem.col_blocks,
-                                         tokens, problem.chunk_cols, problem.stage_bytes, 2);
+// The problem's layer alone, and beside two smaller ones: q, k and v.
+std::vector<std::vector<int64_t>> Groups(const Problem &problem) {
+  const int64_t small = problem.row_blocks / 4 + 1;
+  return {{problem.row_blocks}, {problem.row_blocks, small, small}, {1, problem.row_blocks}};
+}
+
+// True if the kernel takes the layers, of row_blocks[i] row blocks each.
+bool CheckPair(const Problem &problem, const std::vector<int64_t> &layers, int tokens) {
+  const pair::Plan plan = pair::MakePlan(problem.multiprocessors, kSharedBytes, layers, problem.col_blocks, tokens,
+                                         problem.chunk_cols, problem.stage_bytes, 2);
   if (plan.pairs == 0) return false;
   EXPECT_LE(pair::SharedBytes(plan, tokens, problem.chunk_cols, problem.stage_bytes), kSharedBytes);
   EXPECT_LE(plan.pairs * 2, problem.multiprocessors);
-  std::vector<int> visits(static_cast<size_t>(problem.row_blocks) * static_cast<size_t>(problem.col_blocks));
-  for (int cluster = 0; cluster < plan.pairs; ++cluster) {
-    EXPECT_GT(plan.Rows(cluster), 0);
-    for (int rank = 0; rank < 2; ++rank) {
-      const int cols = plan.Cols(rank);
-      const int items = plan.Rows(cluster) * cols;
-      for (int warp = 0; warp < pair::kWarps; ++warp) {
-        const int begin = pair::FirstItem(items, warp);
-        const int end = pair::FirstItem(items, warp + 1);
-        if (begin == end) continue;
-        EXPECT_LE((end - 1) / cols - begin / cols, 1);  // two row blocks at most
-        for (int item = begin; item < end; ++item) {
-          EXPECT_EQ(plan.RowOf(rank, item), item / cols);
-          const int block = cluster * plan.rows + item / cols;
-          ++visits[static_cast<size_t>(block) * static_cast<size_t>(problem.col_blocks) +
-                   static_cast<size_t>(plan.FirstCol(rank) + item % cols)];
+  int pairs = 0;
+  for (const int64_t layer : layers) {
+    const int row_blocks = static_cast<int>(layer);
+    std::vector<int> visits(static_cast<size_t>(row_blocks) * static_cast<size_t>(problem.col_blocks));
+    int own = 0;
+    for (; own * plan.rows < row_blocks; ++own) {
+      for (int rank = 0; rank < 2; ++rank) {
+        const int cols = plan.Cols(rank);
+        const int items = plan.Rows(row_blocks, own) * cols;
+        for (int warp = 0; warp < pair::kWarps; ++warp) {
+          const int begin = pair::FirstItem(items, warp);
+          const int end = pair::FirstItem(items, warp + 1);
+          if (begin == end) continue;
+          EXPECT_LE((end - 1) / cols - begin / cols, 1);  // two row blocks at most
+          for (int item = begin; item < end; ++item) {
+            EXPECT_EQ(plan.RowOf(rank, item), item / cols);
+            const int block = own * plan.rows + item / cols;
+            ++visits[static_cast<size_t>(block) * static_cast<size_t>(problem.col_blocks) +
+                     static_cast<size_t>(plan.FirstCol(rank) + item % cols)];
+          }
         }
+        EXPECT_EQ(pair::FirstItem(items, pair::kWarps), items);
       }
-      EXPECT_EQ(pair::FirstItem(items, pair::kWarps), items);
     }
+    EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+    pairs += own;
   }
-  EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+  EXPECT_EQ(pairs, plan.pairs);
   return true;
 }
 
@@ -174,46 +186,53 @@ TEST(PairSchedule, MultipliesEveryChunkOnce) {
       SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tokens "
                                         << tokens << ", " << problem.multiprocessors << " SMs, chunk "
                                         << problem.stage_bytes);
-      taken += CheckPair(problem, tokens) ? 1 : 0;
+      for (const std::vector<int64_t> &layers : Groups(problem)) taken += CheckPair(problem, layers, tokens) ? 1 : 0;
       if (::testing::Test::HasFailure()) return;
     }
   }
   EXPECT_GT(taken, 20);
 }
 
-// True if the kernel takes the problem.
-bool CheckStream(const Problem &problem, int tokens, int only) {
-  const stream::Plan plan = stream::MakePlan(problem.multiprocessors, kSharedBytes, problem.row_blocks,
-                                             problem.col_blocks, tokens, problem.chunk_cols, problem.stage_bytes, only);
+// As CheckPair.
+bool CheckStream(const Problem &problem, const std::vector<int64_t> &layers, int tokens, int only) {
+  const stream::Plan plan = stream::MakePlan(problem.multiprocessors, kSharedBytes, layers, problem.col_blocks, tokens,
+                                             problem.chunk_cols, problem.stage_bytes, only);
   if (plan.pairs == 0) return false;
   EXPECT_LE(stream::SharedBytes(plan, tokens, problem.chunk_cols, problem.stage_bytes), kSharedBytes);
   EXPECT_LE(plan.pairs * 2, problem.multiprocessors);
   EXPECT_LE(plan.warps(), stream::kMaxWarps);
   EXPECT_LE(plan.depth * plan.slots, stream::kMaxSlots);
   EXPECT_LE(plan.rounds, stream::kMaxRounds);
-  std::vector<int> visits(static_cast<size_t>(problem.row_blocks) * static_cast<size_t>(problem.col_blocks));
-  for (int cluster = 0; cluster < plan.pairs; ++cluster) {
-    EXPECT_GT(plan.Rows(cluster), 0);
-    for (int rank = 0; rank < 2; ++rank) {
-      for (int warp = 0; warp < plan.warps(); ++warp) {
-        const int row = warp % plan.height;
-        const int place = warp / plan.height;
-        const stream::Share share = stream::ShareOf(plan, cluster, rank, row, place);
-        for (int i = 0; i < share.rounds * share.steps; ++i) {
-          const IntPair at = stream::Find(share, i);
-          EXPECT_EQ(at.x, i / share.steps);
-          EXPECT_EQ(at.y, i % share.steps);
-          const int in_pair = at.x * plan.height + row;
-          EXPECT_LT(in_pair, plan.Rows(cluster));
-          const int col = at.y * plan.depth + place;
-          EXPECT_LT(col, plan.Cols(rank));
-          ++visits[static_cast<size_t>(cluster * plan.rows + in_pair) * static_cast<size_t>(problem.col_blocks) +
-                   static_cast<size_t>(plan.FirstCol(rank) + col)];
+  int pairs = 0;
+  for (const int64_t layer : layers) {
+    const int row_blocks = static_cast<int>(layer);
+    std::vector<int> visits(static_cast<size_t>(row_blocks) * static_cast<size_t>(problem.col_blocks));
+    int own = 0;
+    for (; own * plan.rows < row_blocks; ++own) {
+      const int rows = plan.Rows(row_blocks, own);
+      for (int rank = 0; rank < 2; ++rank) {
+        for (int warp = 0; warp < plan.warps(); ++warp) {
+          const int row = warp % plan.height;
+          const int place = warp / plan.height;
+          const stream::Share share = stream::ShareOf(plan, rows, rank, row, place);
+          for (int i = 0; i < share.rounds * share.steps; ++i) {
+            const IntPair at = stream::Find(share, i);
+            EXPECT_EQ(at.x, i / share.steps);
+            EXPECT_EQ(at.y, i % share.steps);
+            const int in_pair = at.x * plan.height + row;
+            EXPECT_LT(in_pair, rows);
+            const int col = at.y * plan.depth + place;
+            EXPECT_LT(col, plan.Cols(rank));
+            ++visits[static_cast<size_t>(own * plan.rows + in_pair) * static_cast<size_t>(problem.col_blocks) +
+                     static_cast<size_t>(plan.FirstCol(rank) + col)];
+          }
         }
       }
     }
+    EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+    pairs += own;
   }
-  EXPECT_TRUE(std::all_of(visits.begin(), visits.end(), [](int n) { return n == 1; }));
+  EXPECT_EQ(pairs, plan.pairs);
   return true;
 }
 
@@ -224,7 +243,9 @@ TEST(StreamSchedule, MultipliesEveryChunkOnce) {
       SCOPED_TRACE(::testing::Message() << problem.row_blocks << " x " << problem.col_blocks << " blocks, tokens "
                                         << tokens << ", " << problem.multiprocessors << " SMs, chunk "
                                         << problem.stage_bytes);
-      for (int only = 0; only < 12; ++only) taken += CheckStream(problem, tokens, only) ? 1 : 0;
+      for (const std::vector<int64_t> &layers : Groups(problem)) {
+        for (int only = 0; only < 12; ++only) taken += CheckStream(problem, layers, tokens, only) ? 1 : 0;
+      }
       if (::testing::Test::HasFailure()) return;
     }
   }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -291,6 +292,121 @@ TEST_F(SpmmTest, ReplaysFromAGraph) {
       }
       GPU_OK(gpu().cuda->graph_destroy(gpu().device, graph));
     }
+  }
+}
+
+// Layers of one launch: each its own shape, epilogue and types, bit for bit in its own place.
+TEST_F(SpmmTest, GroupsShareALaunch) {
+  struct Own {
+    DenseMatrix w;
+    LayerPtr layer{nullptr, nullptr};
+    std::vector<float> bias;
+    std::unique_ptr<DeviceBuffer> bias_device;
+    std::unique_ptr<DeviceBuffer> y;
+    Options options;
+  };
+  const int64_t shapes[][5] = {{500, 70, 16, 0, 900},
+                               {64, 64, 0, 0, 128},
+                               {1500, 300, 300, 0, 2000},
+                               {33, 1000, 1, 17, 300},
+                               {4096, 1024, 1024, 0, 256}};
+  std::mt19937 rng(3);
+  int ran = 0;
+  for (const auto& shape : shapes) {
+    const int64_t k = shape[4];
+    for (const int chunk_cols : {128, 256}) {
+      for (const int64_t n : {1, 8, 13, 32}) {
+        const DType dtype = rng() % 2 == 0 ? DType::kF16 : DType::kBf16;
+        const DenseMatrix x = RandomMatrix(dtype, n, k, 1.0, 0.0, 11);
+        DeviceBuffer x_device(x.bytes());
+        x_device.Upload(x.view().data, x.bytes());
+        std::vector<Own> owns;
+        std::vector<const spmmd_cuda_layer*> layers;
+        std::vector<spmmd_cuda_matmul> calls;
+        for (int i = 0; i < 4 && shape[i] > 0; ++i) {
+          Own& own = owns.emplace_back();
+          const int64_t m = shape[i];
+          own.w = RandomMatrix(dtype, m, k, 0.5, i == 1 ? 1.0 : 0.0, static_cast<uint32_t>(i));
+          own.layer = Upload(*bitmap_gpu::Pack(own.w.view(), {}, chunk_cols));
+          own.options.y_dtype = i == 1 ? DType::kF32 : dtype;
+          own.options.activation = i == 0 ? Activation::kSilu : Activation::kNone;
+          own.options.y_pad = i == 2 ? 8 : 0;
+          if (i == 2) own.bias.assign(static_cast<size_t>(m), 0.25f);
+          own.bias_device = std::make_unique<DeviceBuffer>(own.bias.size() * 4);
+          if (!own.bias.empty()) own.bias_device->Upload(own.bias.data(), own.bias.size() * 4);
+          own.y = std::make_unique<DeviceBuffer>(static_cast<size_t>(n * (m + own.options.y_pad) + 64) *
+                                                 SizeOf(own.options.y_dtype));
+          own.y->Fill(0xff);
+          spmmd_cuda_matmul& call = calls.emplace_back();
+          call.x = x_device.data();
+          call.n = n;
+          call.x_stride = k;
+          call.x_dtype = static_cast<int32_t>(dtype);
+          call.y_dtype = static_cast<int32_t>(own.options.y_dtype);
+          call.y = own.y->data();
+          call.y_stride = m + own.options.y_pad;
+          call.activation = static_cast<int32_t>(own.options.activation);
+          if (!own.bias.empty()) call.bias = reinterpret_cast<const float*>(own.bias_device->data());
+          layers.push_back(own.layer.get());
+        }
+        const auto count = static_cast<int32_t>(layers.size());
+        for (int32_t kernel = 0; kernel < gpu().cuda->kernel_count(); ++kernel) {
+          uint64_t bytes = 0;
+          if (gpu().cuda->group_workspace_bytes(layers.data(), kernel, calls.data(), count, &bytes) != SPMMD_CUDA_OK) {
+            continue;
+          }
+          SCOPED_TRACE(::testing::Message() << gpu().cuda->kernel_name(kernel) << " M=" << shape[0] << ".. K=" << k
+                                            << " N=" << n << " chunks of " << chunk_cols);
+          workspace_.Reserve(bytes);
+          calls[0].workspace = workspace_.data();
+          calls[0].workspace_bytes = bytes;
+          for (const Own& own : owns) own.y->Fill(0xff);
+          GPU_OK(gpu().cuda->launch_group(layers.data(), kernel, calls.data(), count, gpu().stream));
+          for (const Own& own : owns) {
+            const Reference reference = ReferenceMatmul(own.w.view(), x.view(), own.bias, own.options.activation);
+            CheckOutput(own.y->Download(), n, own.w.rows(), own.options, reference, k);
+          }
+          if (HasFailure()) return;
+          ++ran;
+        }
+      }
+    }
+  }
+  spmmd_cuda_device_info info = {};
+  GPU_OK(gpu().cuda->get_device_info(0, &info));
+  if (info.usable == 1) {
+    EXPECT_GE(ran, 40);
+  }
+}
+
+TEST_F(SpmmTest, GroupsThatDoNotGoTogetherAreRefused) {
+  const LayerPtr first = Upload(*bitmap_gpu::Pack(RandomMatrix(DType::kF16, 64, 300, 0.5, 0.0, 1).view(), {}, 128));
+  const LayerPtr wide = Upload(*bitmap_gpu::Pack(RandomMatrix(DType::kF16, 64, 300, 0.5, 0.0, 1).view(), {}, 256));
+  const LayerPtr other_k = Upload(*bitmap_gpu::Pack(RandomMatrix(DType::kF16, 64, 290, 0.5, 0.0, 1).view(), {}, 128));
+  const LayerPtr bf16 = Upload(*bitmap_gpu::Pack(RandomMatrix(DType::kBf16, 64, 300, 0.5, 0.0, 1).view(), {}, 128));
+  spmmd_cuda_matmul call = {};
+  call.n = 4;
+  call.x_stride = 300;
+  call.x_dtype = 1;
+  call.y_dtype = 1;
+  call.y_stride = 64;
+  for (const char* name : {"spmm_pair", "spmm_stream"}) {
+    const int32_t kernel = gpu().cuda->find_kernel(name);
+    uint64_t bytes = 0;
+    const auto ask = [&](std::vector<const spmmd_cuda_layer*> layers, std::vector<spmmd_cuda_matmul> calls) {
+      return gpu().cuda->group_workspace_bytes(layers.data(), kernel, calls.data(), static_cast<int32_t>(layers.size()),
+                                               &bytes);
+    };
+    if (gpu().cuda->can_implement(first.get(), kernel, &call) != SPMMD_CUDA_OK) GTEST_SKIP() << "no such kernel here";
+    GPU_OK(ask({first.get(), first.get()}, {call, call}));
+    for (const LayerPtr* other : {&wide, &other_k, &bf16}) {
+      EXPECT_EQ(ask({first.get(), other->get()}, {call, call}), SPMMD_CUDA_INVALID_ARGUMENT);
+    }
+    spmmd_cuda_matmul longer = call;
+    longer.n = 5;
+    EXPECT_EQ(ask({first.get(), first.get()}, {call, longer}), SPMMD_CUDA_INVALID_ARGUMENT);
+    EXPECT_EQ(ask({first.get(), first.get(), first.get(), first.get(), first.get()}, {call, call, call, call, call}),
+              SPMMD_CUDA_INVALID_ARGUMENT);
   }
 }
 

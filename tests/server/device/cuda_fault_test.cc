@@ -112,17 +112,24 @@ TEST_F(CudaFaultTest, RepeatedRequestsAreReplayedAndNeverStale) {
   }
 }
 
-TEST_F(CudaFaultTest, LayersOfOneInputShareALaunch) {
+struct SharedLaunch {
+  pb::Format format;
+  int64_t tokens;
+};
+
+class CudaGroupTest : public CudaFaultTest, public ::testing::WithParamInterface<SharedLaunch> {};
+
+TEST_P(CudaGroupTest, LayersOfOneInputShareALaunch) {
   const auto groups = Control<decltype(fake_cuda_groups)>("fake_cuda_groups");
   const auto launches = Control<decltype(fake_cuda_launches)>("fake_cuda_launches");
   CudaCore core(library_, Unmeasured());
-  const DenseMatrix x = RandomMatrix(DType::kF16, 1, 48, 0, 2);
+  const DenseMatrix x = RandomMatrix(DType::kF16, GetParam().tokens, 48, 0, 2);
   pb::ExecuteRequest request = MatmulRequest("q", x.view());
   std::vector<DenseMatrix> weights;
   for (const char* name : {"q", "k", "v"}) {
     weights.push_back(RandomMatrix(DType::kF16, 40 + static_cast<int64_t>(weights.size()), 48, 0.5, 7));
     pb::LayerSpec spec = testing::DenseSpec(name, weights.back().view());
-    spec.set_format(pb::FORMAT_ROW_STREAM);
+    spec.set_format(GetParam().format);
     ASSERT_TRUE(core.Register(spec, weights.back().view()).ok());
     if (weights.size() == 1) continue;
     testing::AddMatmul(request.mutable_program(), name, name, "x");
@@ -144,6 +151,10 @@ TEST_F(CudaFaultTest, LayersOfOneInputShareALaunch) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Formats, CudaGroupTest,
+                         ::testing::Values(SharedLaunch{pb::FORMAT_ROW_STREAM, 1}, SharedLaunch{pb::FORMAT_BITMAP, 1},
+                                           SharedLaunch{pb::FORMAT_BITMAP, 8}));
 
 TEST_F(CudaFaultTest, WithoutGraphsRequestsRunAsTheyAre) {
   Control<decltype(fake_cuda_fail_graphs)>("fake_cuda_fail_graphs")(1);

@@ -550,10 +550,11 @@ spmmd_cuda_status spmmd_cuda_launch(const spmmd_cuda_layer* layer, int32_t kerne
 }
 spmmd_cuda_status spmmd_cuda_group_workspace_bytes(const spmmd_cuda_layer* const* layers, int32_t kernel,
                                                    const spmmd_cuda_matmul* calls, int32_t count, uint64_t* bytes) {
-  if (kernel != 2) return Fail(SPMMD_CUDA_UNIMPLEMENTED, "this kernel has no groups");
+  if (kernel != 1 && kernel != 2) return Fail(SPMMD_CUDA_UNIMPLEMENTED, "this kernel has no groups");
   if (count < 1 || count > 4) return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "count");
   for (int32_t i = 1; i < count; ++i) {
-    if (layers[i]->packed.k != layers[0]->packed.k || layers[i]->packed.dtype != layers[0]->packed.dtype) {
+    if (layers[i]->packed.k != layers[0]->packed.k || layers[i]->packed.dtype != layers[0]->packed.dtype ||
+        layers[i]->packed.format != layers[0]->packed.format) {
       return Fail(SPMMD_CUDA_INVALID_ARGUMENT, "layers: they do not go together");
     }
   }
