@@ -87,8 +87,9 @@ inline const char* Open(int64_t m, int64_t k, int64_t nnz, const int64_t params[
   view->blocks = (m + kBlockRows - 1) / kBlockRows;
   if (params[kParamMaxUnits] < 0 || params[kParamMaxUnits] > kMaxUnits) return "units out of range";
   view->max_units = static_cast<int>(params[kParamMaxUnits]);
-  if (descriptor_bytes != static_cast<size_t>(view->blocks * k) * sizeof(Descriptor))
+  if (descriptor_bytes != static_cast<size_t>(view->blocks * k) * sizeof(Descriptor)) {
     return "section descriptors has the wrong size";
+  }
   if (block_bytes != static_cast<size_t>(view->blocks + 1) * 8) return "section blocks has the wrong size";
   view->pieces = static_cast<const std::byte*>(pieces);
   view->descriptors = static_cast<const Descriptor*>(descriptors);

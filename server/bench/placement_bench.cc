@@ -150,7 +150,8 @@ absl::Status Bench(const Settings& settings) {
 }  // namespace
 }  // namespace spmmd::server
 
-int main(int argc, char** argv) {
+// An exception ends a benchmark as well as anything.
+int main(int argc, char** argv) {  // NOLINT(bugprone-exception-escape)
   spmmd::server::KeepFreedBlocks();
   spmmd::server::Settings settings;
   CLI::App app("Times one layer on all GPUs of the host against one of them");

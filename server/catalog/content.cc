@@ -103,7 +103,7 @@ absl::Status Content::SetDense(DenseMatrix weights, const std::vector<float>& bi
       SPMMD_RETURN_IF_ERROR(Allocate(&part));
       std::memcpy(part.data, bias.data(), bytes);
     } else {
-      dense_ = std::move(weights);
+      dense_ = std::move(weights);  // NOLINT(bugprone-use-after-move,clang-analyzer-cplusplus.Move): one part has them
       part.data = dense_.mutable_view().data;
     }
     part.received = bytes;

@@ -325,7 +325,7 @@ absl::StatusOr<std::shared_ptr<const ResidentCopies>> Residency::Load(const Laye
     } else if (!host.empty()) {
       residence.host_ = std::move(host);
       residence.host_memory_ = std::move(host_memory);
-    } else if (absl::IsDataLoss(loaded.status())) {
+    } else if (absl::IsDataLoss(loaded.status())) {  // NOLINT(bugprone-use-after-move): moved from in the other branch
       residence.error_ = std::string(loaded.status().message());
       was_on_disk = std::exchange(residence.on_disk_, false);
     }

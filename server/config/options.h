@@ -20,7 +20,7 @@ namespace spmmd::server {
 
 enum class BackendChoice { kAuto, kCpu, kCuda };
 
-struct Options {
+struct Options {  // NOLINT(clang-analyzer-optin.performance.Padding): in the order of the documentation
   // gRPC endpoints as gRPC writes them ("127.0.0.1:8500", "[::1]:8500", "unix:/path"); at least one.
   std::vector<std::string> listen;
   std::string metrics_listen;  // empty: no Prometheus endpoint

@@ -74,7 +74,7 @@ class CudaLayer : public ResidentLayer {
   DenseShadows* shadows_;
   const CudaShape shape_;
   const uint64_t serial_;
-  static inline std::atomic<uint64_t> next_serial_{1};
+  static inline std::atomic<uint64_t> next_serial_{1};  // NOLINT(readability-identifier-naming): a member like others
 };
 
 // One block of device memory that grows to what a run needs and keeps at most kRetainedBytes of it afterwards.

@@ -18,10 +18,10 @@ uint64_t Limit(const DeviceOptions& options, uint64_t physical_memory) {
 Device::Device(std::string id, std::string backend, DeviceOptions options, uint64_t physical_memory, Metrics* metrics)
     : id_(std::move(id)),
       backend_(std::move(backend)),
-      options_(options),
+      options_(std::move(options)),
       physical_memory_(physical_memory),
       metrics_(metrics),
-      budget_(absl::StrCat("device ", id_), reason::kDeviceMemory, Limit(options, physical_memory)) {}
+      budget_(absl::StrCat("device ", id_), reason::kDeviceMemory, Limit(options_, physical_memory)) {}
 
 Device::~Device() = default;
 

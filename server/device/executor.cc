@@ -76,7 +76,7 @@ void Executor::Submit(std::shared_ptr<Job> job) {
     }
   }
   if (run_now) {
-    if (RunBatch({std::move(job)})) {
+    if (RunBatch({std::move(job)})) {  // NOLINT(bugprone-use-after-move): enqueued only when not to run now
       absl::MutexLock lock(&mutex_);
       StartLook();
     }

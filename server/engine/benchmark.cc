@@ -1,5 +1,6 @@
 // Engine::Benchmark and Engine::Warm: one layer alone, run through the same queue and kernels as every request.
 #include <algorithm>
+#include <cmath>
 #include <random>
 #include <utility>
 #include <vector>
@@ -80,7 +81,7 @@ class Probe {
   void Forget() { seconds_.clear(); }
   double Quantile(double q) {
     std::sort(seconds_.begin(), seconds_.end());
-    return seconds_[static_cast<size_t>(q * static_cast<double>(seconds_.size() - 1) + 0.5)];
+    return seconds_[static_cast<size_t>(std::lround(q * static_cast<double>(seconds_.size() - 1)))];
   }
   const Job& last() const { return *job_; }
 

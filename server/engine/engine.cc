@@ -123,7 +123,7 @@ Engine::Engine(Options options, LayerCatalog* catalog, Metrics* metrics)
           {.max_waiting = catalog->devices().front()->executor().options().max_depth,
            .max_bytes = catalog->devices().front()->executor().options().max_bytes},
           &catalog->residency(),
-          [](std::shared_ptr<Job> job) {
+          [](const std::shared_ptr<Job>& job) {
             // The loader has others to bring layers for.
             job->hand_off = true;
             Dispatch(job);
@@ -479,8 +479,9 @@ void Engine::DescribeServer(pb::ServerInfoResponse* response) const {
   response->set_backend(first.backend());
   for (int value = pb::Format_MIN; value <= pb::Format_MAX; ++value) {
     const std::optional<Format> format = FromProto(static_cast<pb::Format>(value));
-    if (format.has_value() && first.CanExecute(first.Layout(*format)))
+    if (format.has_value() && first.CanExecute(first.Layout(*format))) {
       response->add_formats(static_cast<pb::Format>(value));
+    }
   }
   pb::ServerLimits& limits = *response->mutable_limits();
   limits.set_max_tokens(options_.max_tokens);

@@ -223,6 +223,7 @@ class Planner {
     }
     const auto ids = [](const std::vector<Device*>& list, bool sharded) {
       std::vector<std::string> names;
+      names.reserve(list.size());
       for (const Device* device : list) names.push_back(device->id());
       return absl::StrCat(sharded ? "sharded over " : "on ", absl::StrJoin(names, ", "));
     };

@@ -246,8 +246,9 @@ void Metrics::RemoveDevice(absl::string_view device) {
   Device& d = DeviceOf(device);
   if (d.sample == nullptr) return;
   d.sample = nullptr;
-  for (prometheus::Gauge* gauge : {d.weights, d.workspace, d.staging, d.shadow, d.free, d.total})
+  for (prometheus::Gauge* gauge : {d.weights, d.workspace, d.staging, d.shadow, d.free, d.total}) {
     device_memory_.Remove(gauge);
+  }
   device_healthy_.Remove(d.healthy);
   queue_depth_.Remove(d.queue_depth);
   queue_bytes_.Remove(d.queue_bytes);

@@ -23,6 +23,7 @@ constexpr unsigned kEccCorrected = 0;
 constexpr unsigned kEccUncorrected = 1;
 constexpr unsigned kEccVolatile = 0;  // since the driver was loaded
 
+// NOLINTBEGIN(google-runtime-int): the types of nvml.h.
 struct Utilization {
   unsigned gpu;  // percent of the time in which a kernel ran
   unsigned memory;
@@ -37,6 +38,7 @@ struct ThrottleReason {
   unsigned long long bit;
   const char* label;
 };
+// NOLINTEND(google-runtime-int)
 constexpr std::array<ThrottleReason, 5> kThrottleReasons = {{{0x04, "power_cap"},
                                                              {0x08, "hardware_slowdown"},
                                                              {0x20, "software_thermal"},
@@ -68,8 +70,10 @@ struct NvmlMetrics::Api {
   Return (*clock)(Handle, unsigned, unsigned*) = nullptr;
   Return (*utilization)(Handle, Utilization*) = nullptr;
   Return (*memory)(Handle, Memory*) = nullptr;
+  // NOLINTBEGIN(google-runtime-int)
   Return (*ecc_errors)(Handle, unsigned, unsigned, unsigned long long*) = nullptr;
   Return (*throttle_reasons)(Handle, unsigned long long*) = nullptr;
+  // NOLINTEND(google-runtime-int)
 };
 
 NvmlMetrics::NvmlMetrics(std::unique_ptr<Api> api) : api_(std::move(api)) {}
@@ -145,7 +149,7 @@ std::vector<prometheus::MetricFamily> NvmlMetrics::Collect() const {
       return function != nullptr && function(arguments...) == kSuccess;
     };
     unsigned value = 0;
-    unsigned long long wide = 0;
+    unsigned long long wide = 0;  // NOLINT(google-runtime-int)
     if (has(api_->temperature, gpu.handle, kTemperatureGpu, &value)) add(temperature, value);
     if (has(api_->power, gpu.handle, &value)) add(power, 1e-3 * value);
     if (has(api_->power_limit, gpu.handle, &value)) add(power_limit, 1e-3 * value);

@@ -46,8 +46,9 @@ absl::StatusOr<std::shared_ptr<const AuthTokens::Version>> AuthTokens::Read(cons
   auto version = std::make_shared<Version>();
   struct stat info {};
   std::ifstream file(path);
-  if (!file || stat(path.c_str(), &info) != 0)
+  if (!file || stat(path.c_str(), &info) != 0) {
     return absl::NotFoundError(absl::StrCat(path, ": ", std::strerror(errno)));
+  }
   version->mtime_ns = ModificationTime(info);
   version->inode = info.st_ino;
   std::string line;
@@ -97,8 +98,9 @@ std::shared_ptr<const AuthTokens::Version> AuthTokens::Current() {
     old = version_;
   }
   struct stat info {};
-  if (stat(path_.c_str(), &info) == 0 && ModificationTime(info) == old->mtime_ns && info.st_ino == old->inode)
+  if (stat(path_.c_str(), &info) == 0 && ModificationTime(info) == old->mtime_ns && info.st_ino == old->inode) {
     return old;
+  }
   auto read = Read(path_);
   if (!read.ok()) {
     LogError("token file not reloaded", {{"error", std::string(read.status().message())}});

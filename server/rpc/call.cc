@@ -54,7 +54,7 @@ absl::Status CallScope::Admit() {
   if (rpc_.auth != nullptr) {
     const auto& metadata = context_->client_metadata();
     const auto it = metadata.find("authorization");
-    const absl::Status status = rpc_.auth->Check(
+    absl::Status status = rpc_.auth->Check(
         it == metadata.end() ? std::string_view() : std::string_view(it->second.data(), it->second.size()),
         method_.group);
     if (!status.ok()) return status;

@@ -65,8 +65,9 @@ std::string ExplainBindFailure(const std::string& endpoint) {
     if (fd < 0) return reason(std::strerror(errno));
     const auto close_fd = absl::MakeCleanup([fd] { close(fd); });
     const sockaddr_un address = UnixAddress(SocketPath(endpoint));
-    if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0)
+    if (bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
       return reason(std::strerror(errno));
+    }
     unlink(address.sun_path);
     return reason("cannot listen");
   }
