@@ -37,6 +37,28 @@ __device__ __forceinline__ void DecodeStep(uint32_t mask, int shift, uint32_t& c
   a[3] = __byte_perm(v[6], v[7], 0x5410);
 }
 
+// As DecodeStep, but stops at the loaded values, so that the next step's loads can be under way while CombineStep waits
+// for these. One instruction an element more: a cursor is never advanced in the register that a load still has to read,
+// which costs a wait an element. For few warps that have issue slots to spare.
+__device__ __forceinline__ void LoadStep(uint32_t mask, int shift, uint32_t& cursor_low, uint32_t& cursor_high,
+                                         uint32_t (&v)[8]) {
+  const uint32_t bits = mask >> shift;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    v[j] = 0;
+    const uint32_t bit = bits & (1u << j);
+    uint32_t& cursor = j < 4 ? cursor_low : cursor_high;
+    if (bit != 0) v[j] = LoadShared16(cursor);
+    cursor += bit * static_cast<uint32_t>(bitmap_gpu::kRowBytes >> j);
+  }
+}
+__device__ __forceinline__ void CombineStep(const uint32_t (&v)[8], uint32_t (&a)[4]) {
+  a[0] = __byte_perm(v[0], v[1], 0x5410);
+  a[1] = __byte_perm(v[4], v[5], 0x5410);
+  a[2] = __byte_perm(v[2], v[3], 0x5410);
+  a[3] = __byte_perm(v[6], v[7], 0x5410);
+}
+
 // One lane's walk through one chunk. Steps must be decoded in order.
 template <int kChunkCols>
 class ChunkDecoder {
@@ -69,14 +91,23 @@ class ChunkDecoder {
 
   // `step` must be a compile-time constant after unrolling.
   __device__ __forceinline__ void Step(int step, uint32_t (&a)[4]) {
+    Jump(step);
+    DecodeStep(mask_[step / 4], step % 4 * 8, low_, high_, a);
+  }
+  // As Step, for CombineStep.
+  __device__ __forceinline__ void Load(int step, uint32_t (&v)[8]) {
+    Jump(step);
+    LoadStep(mask_[step / 4], step % 4 * 8, low_, high_, v);
+  }
+
+ private:
+  __device__ __forceinline__ void Jump(int step) {
     if (step >= kSteps / 2 && step <= bitmap_gpu::LastJumpStep(kChunkCols)) {
       if (jump_low_ == static_cast<uint32_t>(step - kSteps / 2)) low_ = tail_low_;
       if (jump_high_ == static_cast<uint32_t>(step - kSteps / 2)) high_ = tail_high_;
     }
-    DecodeStep(mask_[step / 4], step % 4 * 8, low_, high_, a);
   }
 
- private:
   uint32_t mask_[kSteps / 4];
   uint32_t low_, high_;
   uint32_t tail_low_, tail_high_;

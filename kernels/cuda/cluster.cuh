@@ -26,6 +26,11 @@ __device__ __forceinline__ void ClusterStore128(uint32_t to, const float4& value
                : "memory");
 }
 
+// Arrives at another CTA's barrier (an address from ClusterAddress); what this thread did before is seen after it.
+__device__ __forceinline__ void BarrierArriveCluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // As BarrierWait, for what another CTA of the cluster wrote.
 __device__ __forceinline__ void BarrierWaitCluster(uint32_t barrier, uint32_t parity) {
   asm volatile(

@@ -73,7 +73,9 @@ struct TileShared {
   uint64_t chunk_full[tile::kMaxGroups * 4 * kMaxStages];
   uint64_t box_full[kMaxBoxes];
   uint64_t box_empty[kMaxBoxes];
-  uint64_t sums_full[2];  // from the other CTA of a pair
+  uint64_t sums_full[2];     // from the other CTA of a pair
+  uint64_t partner_drained;  // the other CTA is done with its rings, where sums may now go to
+  uint64_t drained;          // so is this one with the sums there
   uint64_t nobody;
 };
 
@@ -108,7 +110,11 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
   const int depth = plan.depth;
   const int boxes = plan.boxes;
   const uint32_t x_shared = SharedAddress(dynamic);
-  uint8_t *const stages_begin = dynamic + depth * boxes * BoxBytes<kTokens>();
+  constexpr bool kMayDrain = kTokens >= 128;
+  const bool draining = kMayDrain && plan.draining;
+  const int ring_bytes = depth * boxes * BoxBytes<kTokens>();
+  uint8_t *const stages_begin =
+      dynamic + (draining ? max(ring_bytes, tile::ExchangeBytes(plan) + tile::InboxBytes(plan)) : ring_bytes);
   TriggerDependents();
 
   if (threadIdx.x == kWarps * 32) {
@@ -118,6 +124,8 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
       BarrierInit(SharedAddress(shared.box_empty + i), static_cast<uint32_t>(plan.height * 4));
     }
     for (uint64_t &full : shared.sums_full) BarrierInit(SharedAddress(&full), 1);
+    BarrierInit(SharedAddress(&shared.partner_drained), 1);
+    BarrierInit(SharedAddress(&shared.drained), kWarps);
     BarrierInit(SharedAddress(&shared.nobody), kWarps);
     BarrierInitFence();
   }
@@ -159,7 +167,12 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
       int slot = 0;
       uint32_t parity = 1;
       tile::Segments segments(plan, cta);
+      uint32_t drained_parity = 1;
       for (tile::Segment segment; segments.Next(segment);) {
+        if (draining) {
+          BarrierWait(SharedAddress(&shared.drained), drained_parity);
+          drained_parity ^= 1;
+        }
         const int token = plan.TokenTile(segment.tile) * kTokens;
         int column = segment.begin * depth * kChunkCols;
         for (int unit = segment.begin; unit < segment.end; ++unit, column += (depth - 1) * kChunkCols) {
@@ -209,14 +222,26 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
   const uint32_t box_full = SharedAddress(shared.box_full + group_col * boxes);
   const uint32_t box_empty = SharedAddress(shared.box_empty + group_col * boxes);
   const uint32_t x_low = WgmmaLowWord(x_shared + static_cast<uint32_t>(group_col * boxes * BoxBytes<kTokens>()));
-  uint8_t *const exchange = stages_begin + kWarps * plan.stages * p.stage_bytes;
-  float4 *const turn =
-      reinterpret_cast<float4 *>(exchange + (depth - 1) * plan.height * 4 * SlotBytes<kTokens>()) + warp * 32;
-  const int inbox =
-      static_cast<int>(exchange - dynamic) + ((depth - 1) * plan.height * 4 * SlotBytes<kTokens>() + kWarps * 512);
+  // Behind the stages: sums between warpgroups, 512 bytes a warp for turning fragments into rows, sums from the other
+  // CTA. Draining: the first and the last in the rings.
+  uint8_t *const behind = stages_begin + kWarps * plan.stages * p.stage_bytes;
+  uint8_t *const exchange = draining ? dynamic : behind;
+  uint8_t *const turns = draining ? behind : behind + tile::ExchangeBytes(plan);
+  float4 *const turn = reinterpret_cast<float4 *>(turns) + warp * 32;
+  const int inbox = draining ? tile::ExchangeBytes(plan) : static_cast<int>(turns - dynamic) + kWarps * 512;
+  // This warp touches the rings no more; the copy engine may.
+  const auto drain = [&] {
+    ProxyFence();
+    __syncwarp();
+    if (lane == 0) BarrierArrive(SharedAddress(&shared.drained));
+  };
   const int rank = cta % 2;
   int round = 0;
+  // The next steps' values are on their way while these are combined: 6 % fewer cycles at 128 tokens. At 256 the tensor
+  // cores hide it, and its extra instructions only cost power; with four warpgroups it takes too many registers.
+  constexpr bool kLoadsAhead = kTokens == 128;
   uint32_t a[2][kStepsPerCommit][4];
+  uint32_t loaded[2][kStepsPerCommit][8];
   int stage = 0;
   uint32_t stage_parity = 0;
   int slot = 0;
@@ -235,11 +260,27 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
       const uint32_t full = full0 + static_cast<uint32_t>(stage * 8);
       BarrierWait(full, stage_parity);
       ChunkDecoder<kChunkCols> decoder(chunk, lane);
+      if constexpr (kLoadsAhead) {
+#pragma unroll
+        for (int i = 0; i < kStepsPerCommit; ++i) decoder.Load(i, loaded[0][i]);
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; step += kStepsPerCommit) {
         uint32_t(&set)[kStepsPerCommit][4] = a[step / kStepsPerCommit % 2];
 #pragma unroll
-        for (int i = 0; i < kStepsPerCommit; ++i) decoder.Step(step + i, set[i]);
+        for (int i = 0; i < kStepsPerCommit; ++i) {
+          if constexpr (kLoadsAhead) {
+            if (step + kStepsPerCommit < kSteps) {
+              decoder.Load(step + kStepsPerCommit + i, loaded[(step / kStepsPerCommit + 1) % 2][i]);
+            }
+          } else {
+            decoder.Step(step + i, set[i]);
+          }
+        }
+        if constexpr (kLoadsAhead) {
+#pragma unroll
+          for (int i = 0; i < kStepsPerCommit; ++i) CombineStep(loaded[step / kStepsPerCommit % 2][i], set[i]);
+        }
         if (step % 4 == 0) BarrierWait(box_full + static_cast<uint32_t>(slot * 8), slot_parity);
         const uint32_t low = x_low + static_cast<uint32_t>(slot * (BoxBytes<kTokens>() / 16) + step % 4 * 2);
 #pragma unroll
@@ -278,6 +319,12 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
 #pragma unroll
     for (float &v : sum) WgmmaPin(v);
 
+    if (draining) {
+      NamedBarrier(kStartBarrier, kWarps * 32);  // nobody reads the rings any more
+      if (threadIdx.x == 0) {
+        BarrierArriveCluster(ClusterAddress(SharedAddress(&shared.partner_drained), static_cast<uint32_t>(rank ^ 1)));
+      }
+    }
     // Along K: the first warpgroup of each row adds up the others.
     if (depth > 1) {
       NamedBarrier(kRowBarrier + group_row, depth * 128);
@@ -291,7 +338,10 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         }
       }
       NamedBarrier(kRowBarrier + group_row, depth * 128);
-      if (group_col > 0) continue;
+      if (group_col > 0) {
+        if (draining) drain();
+        continue;
+      }
       for (int from = 0; from < depth - 1; ++from) {
         const float4 *part = reinterpret_cast<const float4 *>(exchange + (from * plan.height * 4 + row_block_in_tile) *
                                                                              SlotBytes<kTokens>()) +
@@ -309,10 +359,13 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
     // Between the CTAs of a pair: unit u = row block * kTiles + token tile is stored by rank u % 2. The other's sums of
     // the round after next cannot come before it has got this round's from here.
     if (plan.paired) {
-      const int at = inbox + round % 2 * tile::InboxBytes(plan) + lane * 16;
+      const int at = inbox + (draining ? 0 : round % 2 * tile::InboxBytes(plan)) + lane * 16;
       const uint32_t full = SharedAddress(shared.sums_full + round % 2);
       const uint32_t partner = ClusterAddress(x_shared + static_cast<uint32_t>(at), static_cast<uint32_t>(rank ^ 1));
       const uint32_t partner_full = ClusterAddress(full, static_cast<uint32_t>(rank ^ 1));
+      if (draining) {
+        BarrierWaitCluster(SharedAddress(&shared.partner_drained), static_cast<uint32_t>(round % 2));
+      }
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int unit = row_block_in_tile * kTiles + t;
@@ -335,6 +388,7 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         sum[t * 4 + 3] += v.w;
       }
       ++round;
+      if (draining) drain();
     }
     const int block = plan.RowTile(segment.tile) * plan.height * 4 + row_block_in_tile;
     const int first_tile = plan.TokenTile(segment.tile) * kTiles;

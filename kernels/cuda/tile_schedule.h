@@ -41,6 +41,8 @@ struct Plan {
   // Pairs of CTAs (clusters) instead: a pair takes whole tiles, each of its CTAs one half of K, and they exchange half
   // of their sums each. Then `rounds` are at most, and there are no leftovers.
   bool paired;
+  // Pairs with tiles of 128 tokens and more: no room for sums beside X, so they pass through X's rings between tiles.
+  bool draining;
   int tiles;
   uint32_t half_inverse[2];  // as units_inverse, of HalfUnits
 
@@ -161,18 +163,21 @@ class Segments {
   int left_ = 0, leftover_ = 0, unit_ = 0, piece_ = 0, round_ = 0;
 };
 
-// Sums that a CTA of a pair gets from the other at a time; they go by turns to two places.
+// Sums that a CTA of a pair gets from the other at a time; they go by turns to two places, or, draining, to one.
 SPMMD_HOST_DEVICE int InboxBytes(const Plan &plan) {
   return plan.paired ? plan.height * 4 * (plan.tokens / 8) * 256 : 0;
+}
+// Sums on their way between the warpgroups along K.
+SPMMD_HOST_DEVICE int ExchangeBytes(const Plan &plan) {
+  return (plan.depth - 1) * plan.height * 4 * (plan.tokens / 8) * 512;
 }
 
 // Dynamic shared memory of a launch.
 inline int64_t SharedBytes(const Plan &plan, int64_t stage_bytes) {
-  const int64_t box = int64_t{plan.tokens} * kBoxCols * 2;
-  const int64_t slot = int64_t{plan.tokens} / 8 * 512;
+  const int64_t rings = plan.depth * (plan.boxes * (int64_t{plan.tokens} * kBoxCols * 2));
   const int64_t warps = int64_t{plan.groups} * 4;
-  return plan.depth * (plan.boxes * box) + warps * plan.stages * stage_bytes +
-         (plan.depth - 1) * (int64_t{plan.height} * 4 * slot) + warps * 512 + 2 * InboxBytes(plan);
+  const int64_t sums = int64_t{ExchangeBytes(plan)} + (plan.draining ? 1 : 2) * int64_t{InboxBytes(plan)};
+  return (plan.draining ? std::max(rings, sums) : rings + sums) + warps * plan.stages * stage_bytes + warps * 512;
 }
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -188,6 +193,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   constexpr double kSecondKernelUs = 1.3;
   constexpr double kTileUs = 0.5;
   constexpr double kPairUs = 0.8;
+  constexpr double kDrainUs = 1.5;
   constexpr double kShortRing = 1.03;    // fewer boxes than two chunks have columns
   constexpr double kShallowRing = 1.35;  // or than one
   constexpr double kOneStage = 1.8;      // a warp waits for each chunk: only where a dense one is too large for two
@@ -217,6 +223,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
       plan.units_inverse = Plan::Inverse(plan.units);
       plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth;
       plan.paired = paired;
+      plan.draining = paired && tokens >= 128;
       plan.boxes = 0;
       for (plan.stages = 2; plan.stages > 0 && plan.boxes < 2; --plan.stages) {
         for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth); plan.boxes >= 2; plan.boxes /= 2) {
@@ -256,7 +263,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
         if (plan.stages < 2) us *= kOneStage;
         us += kLaunchUs + kTileUs * (plan.rounds + (paired ? 0 : 1)) * (height < groups ? 2 : 1);
         us += static_cast<double>(tiles * col_blocks) * chunk_cols * tokens * 2 / kActivationBytesPerUs;
-        if (paired) us += kPairUs * plan.rounds;
+        if (paired) us += (plan.draining ? kDrainUs : kPairUs) * plan.rounds;
         if (plan.leftovers > 0) {
           us += kSecondKernelUs +
                 static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / partial_bytes_per_us;
