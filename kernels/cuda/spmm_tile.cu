@@ -9,7 +9,7 @@
 // wants its B operand.
 //
 // Reduction. Warpgroups along K add up in shared memory, the CTAs of a pair through distributed shared memory, half of
-// the sums each. Of leftover tiles each CTA leaves a partial sum in the workspace, which a second small kernel,
+// the sums each (with 128 tokens and more in the rings of X, between tiles). Of leftover tiles each CTA leaves a partial sum in the workspace, which a second small kernel,
 // launched early, adds up (the last CTA to arrive doing it was no faster). Always in the same order, and nobody ever
 // waits for a CTA that may not be running.
 //
