@@ -9,9 +9,9 @@
 // wants its B operand.
 //
 // Reduction. Warpgroups along K add up in shared memory, the CTAs of a pair through distributed shared memory, half of
-// the sums each (with 128 tokens and more in the rings of X, between tiles). Of leftover tiles each CTA leaves a partial sum in the workspace, which a second small kernel,
-// launched early, adds up (the last CTA to arrive doing it was no faster). Always in the same order, and nobody ever
-// waits for a CTA that may not be running.
+// the sums each (with 128 tokens and more in the rings of X, between tiles). Of leftover tiles each CTA leaves a
+// partial sum in the workspace, which a second small kernel, launched early, adds up (the last CTA to arrive doing it
+// was no faster). Always in the same order, and nobody ever waits for a CTA that may not be running.
 //
 // Bytes an element: the format's, plus partial sums of the leftovers. Instructions an element: about 5.5. Limiter:
 // memory at 50 % sparsity and N <= 32; shared memory (decoding, and wgmma reading X again for every 64 rows) from N =
