@@ -264,7 +264,7 @@ HWY_INLINE void InterleaveColumn(int64_t begin, int64_t entries, int run_bits, c
 
     hn::Vec<D8x16> pair[4];
     for (int s = 0; s < 4; ++s) {
-      const auto low = hn::LoadU(d8half, sequence_runs + start[2 * s] + u);
+      const auto low = hn::LoadU(d8half, sequence_runs + start[int64_t{2} * s] + u);
       const auto high = hn::LoadU(d8half, sequence_runs + start[2 * s + 1] + u);
       pair[s] = hn::Combine(d8, hn::InterleaveUpper(d8half, low, high), hn::InterleaveLower(d8half, low, high));
     }

@@ -364,7 +364,7 @@ class Packer {
           if (tuning_.rows_per_tile <= kWarpLanes * warps) consider(warps, tuning_.rows_per_tile);
           continue;
         }
-        const int most = static_cast<int>(std::min<int64_t>({w_.rows, 32 * warps, 256}));
+        const int most = static_cast<int>(std::min<int64_t>({w_.rows, int64_t{32} * warps, 256}));
         for (int rows = std::min(most, huge ? 32 : 1); rows <= most; rows += huge ? 16 : 1) {
           if (w_.rows / rows > 4096 && rows < std::min(most, 32)) continue;
           consider(warps, rows);
@@ -395,8 +395,8 @@ void StoreLaneBlock(const LaneBlock& lane_block, Coding coding, int run_bits, in
   }
   std::memcpy(block + RunOffset(coding, run_bits, lane), runs, run_bits == 2 ? 4 : 8);
   if (coding == Coding::kVerbatim) {
-    std::memcpy(block + lane * 16, lane_block.word, 16);
-    std::memcpy(block + 512 + lane * 16, lane_block.word + 8, 16);
+    std::memcpy(block + int64_t{16} * lane, lane_block.word, 16);
+    std::memcpy(block + 512 + int64_t{16} * lane, lane_block.word + 8, 16);
     return;
   }
   uint8_t low[kBlockSlots];
@@ -408,7 +408,7 @@ void StoreLaneBlock(const LaneBlock& lane_block, Coding coding, int run_bits, in
     planes |= (word >> 8 & 1) << FieldBitShift(s) | (word >> 15) << SignBitShift(s);
     third |= (word >> 9 & 1) << ThirdBitShift(s);
   }
-  std::memcpy(block + lane * 16, low, 16);
+  std::memcpy(block + int64_t{16} * lane, low, 16);
   std::memcpy(block + PlaneOffset(run_bits, lane), &planes, 4);
   if (coding == Coding::kCode3) {
     const auto third16 = static_cast<uint16_t>(third);
@@ -613,7 +613,7 @@ absl::StatusOr<PackedLayer> Packer::Emit() {
   layer.params[kParamMaxBlocks] = max_blocks;
   // A slot without a nonzero is padding, its share of the run lengths included.
   const int64_t slots = blocks * kBlockSlots * kWarpLanes;
-  const auto stream_padding = static_cast<size_t>((slots - nnz_) * block_bytes / (kBlockSlots * kWarpLanes));
+  const auto stream_padding = static_cast<size_t>((slots - nnz_) * block_bytes / (int64_t{kBlockSlots} * kWarpLanes));
   layer.sections.push_back({kStreamSection, SectionClass::kValues, stream_padding, std::move(stream)});
   layer.sections.push_back({kStartSection, SectionClass::kMetadata, 0, std::move(starts)});
   layer.sections.push_back({kTileSection, SectionClass::kMetadata, 0, std::move(headers)});

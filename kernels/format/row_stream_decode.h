@@ -163,14 +163,14 @@ inline LaneBlock LoadLaneBlock(Coding coding, int run_bits, int lane, const std:
     out.run[s] = static_cast<uint8_t>(runs[RunWord(run_bits, s)] >> RunShift(run_bits, s) & mask);
   }
   if (coding == Coding::kVerbatim) {
-    std::memcpy(out.word, block + lane * 16, 16);
-    std::memcpy(out.word + 8, block + 512 + lane * 16, 16);
+    std::memcpy(out.word, block + int64_t{16} * lane, 16);
+    std::memcpy(out.word + 8, block + 512 + int64_t{16} * lane, 16);
     return out;
   }
   uint8_t low[kBlockSlots];
   uint32_t planes;
   uint16_t third = 0;
-  std::memcpy(low, block + lane * 16, 16);
+  std::memcpy(low, block + int64_t{16} * lane, 16);
   std::memcpy(&planes, block + PlaneOffset(run_bits, lane), 4);
   if (coding == Coding::kCode3) std::memcpy(&third, block + ThirdBitOffset(run_bits, lane), 2);
   for (int s = 0; s < kBlockSlots; ++s) {
