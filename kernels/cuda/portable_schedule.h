@@ -15,7 +15,7 @@ inline constexpr int kChunkStages = 2;  // chunks in flight a warp
 inline constexpr int kBoxStages = 3;    // boxes of X in flight a CTA
 inline constexpr int kMaxSplits = 32;
 // A box is all tokens of a tile x this many columns.
-SPMMD_HOST_DEVICE constexpr int BoxCols(int tokens) { return tokens <= 16 ? 128 : 64; }
+SPMMD_HOST_DEVICE constexpr int BoxCols(int tokens) { return tokens <= 8 ? 128 : 64; }
 
 // How a launch is cut; the same numbers on host and device. A CTA takes the row blocks of one row tile and the tokens
 // of one token tile over one of `splits` parts of K.
