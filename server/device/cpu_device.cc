@@ -73,6 +73,8 @@ double MeasureReadBandwidth(ThreadPool& pool, uint64_t memory_limit) {
 
 // AUTO stores BITMAP up to this share of nonzeros. Measured on a Zen 4 CPU with two cores, 4096x4096, beside the DENSE
 // kernels: 16-bit values are ahead at every width up to 85 % (1.4 to 2 times at 50 %), fp32 values only up to 10 %.
+// There is no rule of size: a small layer is faster DENSE while it stays in the L2 cache and slower once others pass
+// between, which its size does not tell (docs/measurements-cpu.md).
 double MaxBitmapDensity(DType dtype) { return dtype == DType::kF32 ? 0.10 : 0.85; }
 
 uint64_t DenseBytes(DType dtype, int64_t m, int64_t k) { return static_cast<uint64_t>(m * k) * SizeOf(dtype); }
