@@ -85,8 +85,8 @@ constexpr int BoxBytes() {
 }
 
 // Shared memory behind the chunk stages: accumulators on their way between
-// warps, kTokens / 8 x 512 bytes a slot. One slot a warp along K beyond the
-// first, and 512 bytes a warp for turning fragments into rows.
+// warps, kTokens / 8 x 512 bytes a slot, tile::ExchangeSlots a row block, and
+// 512 bytes a row block for turning fragments into rows.
 template <int kTokens>
 constexpr int SlotBytes() {
   return kTokens / 8 * 512;
@@ -222,13 +222,13 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
   const uint32_t box_full = SharedAddress(shared.box_full + group_col * boxes);
   const uint32_t box_empty = SharedAddress(shared.box_empty + group_col * boxes);
   const uint32_t x_low = WgmmaLowWord(x_shared + static_cast<uint32_t>(group_col * boxes * BoxBytes<kTokens>()));
-  // Behind the stages: sums between warpgroups, 512 bytes a warp for turning fragments into rows, sums from the other
-  // CTA. Draining: the first and the last in the rings.
+  // Behind the stages: sums between warpgroups, 512 bytes a row block for turning fragments into rows, sums from the
+  // other CTA. Draining: the first and the last in the rings.
   uint8_t *const behind = stages_begin + kWarps * plan.stages * p.stage_bytes;
   uint8_t *const exchange = draining ? dynamic : behind;
   uint8_t *const turns = draining ? behind : behind + tile::ExchangeBytes(plan);
-  float4 *const turn = reinterpret_cast<float4 *>(turns) + warp * 32;
-  const int inbox = draining ? tile::ExchangeBytes(plan) : static_cast<int>(turns - dynamic) + kWarps * 512;
+  float4 *const turn = reinterpret_cast<float4 *>(turns) + row_block_in_tile * 32;
+  const int inbox = draining ? tile::ExchangeBytes(plan) : static_cast<int>(turns - dynamic) + plan.height * 4 * 512;
   // This warp touches the rings no more; the copy engine may.
   const auto drain = [&] {
     ProxyFence();
@@ -325,35 +325,39 @@ __global__ __launch_bounds__((tile::GroupsFor(kTokens) + 1) * 128,
         BarrierArriveCluster(ClusterAddress(SharedAddress(&shared.partner_drained), static_cast<uint32_t>(rank ^ 1)));
       }
     }
-    // Along K: the first warpgroup of each row adds up the others.
+    // Along K: of the warpgroups of a row that still have sums, the last ones give theirs to the first, until the first
+    // has them all.
     if (depth > 1) {
-      NamedBarrier(kRowBarrier + group_row, depth * 128);
-      if (group_col > 0) {
-        float4 *to = reinterpret_cast<float4 *>(exchange + ((group_col - 1) * plan.height * 4 + row_block_in_tile) *
-                                                               SlotBytes<kTokens>()) +
-                     lane;
+      int keep = depth;
+      for (int adding = depth; adding > 1; adding = keep) {
+        keep = (adding + 1) / 2;
+        float4 *const part =
+            reinterpret_cast<float4 *>(
+                exchange + ((group_col < keep ? group_col : group_col - keep) * plan.height * 4 + row_block_in_tile) *
+                               SlotBytes<kTokens>()) +
+            lane;
+        NamedBarrier(kRowBarrier + group_row, depth * 128);  // what was there before has been read
+        if (group_col >= keep && group_col < adding) {
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          to[t * 32] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
+          for (int t = 0; t < kTiles; ++t) {
+            part[t * 32] = make_float4(sum[t * 4], sum[t * 4 + 1], sum[t * 4 + 2], sum[t * 4 + 3]);
+          }
+        }
+        NamedBarrier(kRowBarrier + group_row, depth * 128);
+        if (group_col < adding - keep) {
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) {
+            const float4 v = part[t * 32];
+            sum[t * 4] += v.x;
+            sum[t * 4 + 1] += v.y;
+            sum[t * 4 + 2] += v.z;
+            sum[t * 4 + 3] += v.w;
+          }
         }
       }
-      NamedBarrier(kRowBarrier + group_row, depth * 128);
       if (group_col > 0) {
         if (draining) drain();
         continue;
-      }
-      for (int from = 0; from < depth - 1; ++from) {
-        const float4 *part = reinterpret_cast<const float4 *>(exchange + (from * plan.height * 4 + row_block_in_tile) *
-                                                                             SlotBytes<kTokens>()) +
-                             lane;
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          const float4 v = part[t * 32];
-          sum[t * 4] += v.x;
-          sum[t * 4 + 1] += v.y;
-          sum[t * 4 + 2] += v.z;
-          sum[t * 4 + 3] += v.w;
-        }
       }
     }
     // Between the CTAs of a pair: unit u = row block * kTiles + token tile is stored by rank u % 2. The other's sums of

@@ -163,21 +163,24 @@ class Segments {
   int left_ = 0, leftover_ = 0, unit_ = 0, piece_ = 0, round_ = 0;
 };
 
-// Sums that a CTA of a pair gets from the other at a time; they go by turns to two places, or, draining, to one.
+// Sums that a CTA of a pair gets from the other at a time; with several rounds they go by turns to two places, but
+// draining to one.
 SPMMD_HOST_DEVICE int InboxBytes(const Plan &plan) {
   return plan.paired ? plan.height * 4 * (plan.tokens / 8) * 256 : 0;
 }
-// Sums on their way between the warpgroups along K.
+// Places for a row block's sums on their way between the warps along K: half of those still adding give theirs away.
+SPMMD_HOST_DEVICE constexpr int ExchangeSlots(int depth) { return depth / 2; }
 SPMMD_HOST_DEVICE int ExchangeBytes(const Plan &plan) {
-  return (plan.depth - 1) * plan.height * 4 * (plan.tokens / 8) * 512;
+  return ExchangeSlots(plan.depth) * plan.height * 4 * (plan.tokens / 8) * 512;
 }
 
 // Dynamic shared memory of a launch.
 inline int64_t SharedBytes(const Plan &plan, int64_t stage_bytes) {
   const int64_t rings = plan.depth * (plan.boxes * (int64_t{plan.tokens} * kBoxCols * 2));
-  const int64_t warps = int64_t{plan.groups} * 4;
-  const int64_t sums = int64_t{ExchangeBytes(plan)} + (plan.draining ? 1 : 2) * int64_t{InboxBytes(plan)};
-  return (plan.draining ? std::max(rings, sums) : rings + sums) + warps * plan.stages * stage_bytes + warps * 512;
+  const int64_t sums =
+      int64_t{ExchangeBytes(plan)} + (plan.rounds > 1 && !plan.draining ? 2 : 1) * int64_t{InboxBytes(plan)};
+  return (plan.draining ? std::max(rings, sums) : rings + sums) + plan.groups * 4 * plan.stages * stage_bytes +
+         plan.height * 4 * 512;
 }
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -190,7 +193,6 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   constexpr double kLaunchUs = 3;
   constexpr double kBytesPerUsPerSm = 30e3;
   constexpr double kActivationBytesPerUs = 21e6;  // of all SMs, from L2
-  constexpr double kSecondKernelUs = 1.3;
   constexpr double kTileUs = 0.5;
   constexpr double kPairUs = 0.8;
   constexpr double kDrainUs = 1.5;
@@ -198,6 +200,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
   constexpr double kShallowRing = 1.35;  // or than one
   constexpr double kOneStage = 1.8;      // a warp waits for each chunk: only where a dense one is too large for two
   const double partial_bytes_per_us = tokens <= 64 ? 4e6 : 8e6;
+  const double second_kernel_us = tokens <= 64 ? 2.3 : 1.3;
   // Decoding and multiplying: the shared memory's limit, from 128 tokens on the tensor cores'.
   const double elements_per_us = tokens <= 8     ? 29e3
                                  : tokens <= 16  ? 27.5e3
@@ -223,18 +226,19 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
       plan.units_inverse = Plan::Inverse(plan.units);
       plan.last_unit_chunks = static_cast<int>(col_blocks) - (plan.units - 1) * plan.depth;
       plan.paired = paired;
+      const int64_t tiles = CeilDiv(row_blocks, int64_t{height} * 4) * token_tiles;
+      const int64_t most = multiprocessors;
+      const int64_t pairs = std::min(most / 2, tiles);
+      if (paired && pairs > 0) plan.rounds = static_cast<int>(CeilDiv(tiles, pairs));
       plan.draining = paired && tokens >= 128;
       plan.boxes = 0;
       for (plan.stages = 2; plan.stages > 0 && plan.boxes < 2; --plan.stages) {
-        for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth); plan.boxes >= 2; plan.boxes /= 2) {
+        for (plan.boxes = std::min(kMaxRing, kMaxBoxes / plan.depth); plan.boxes >= 2; --plan.boxes) {
           if (SharedBytes(plan, stage_bytes) <= max_shared_bytes) break;
         }
         if (plan.boxes >= 2) break;
       }
-      const int64_t tiles = CeilDiv(row_blocks, int64_t{height} * 4) * token_tiles;
-      const int64_t most = multiprocessors;
       // All SMs and shared leftovers, or as few CTAs as make the rounds even.
-      const int64_t pairs = std::min(most / 2, tiles);
       const int64_t all = std::min(most, tiles * plan.units);
       const int64_t even = CeilDiv(tiles, CeilDiv(tiles, most));
       for (int64_t ctas : {paired ? 2 * pairs : all, paired ? int64_t{0} : even}) {
@@ -243,7 +247,6 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
         if (plan.boxes < 2 || (only != 0 && number != only)) continue;
         double us = 0;
         if (paired) {
-          plan.rounds = static_cast<int>(CeilDiv(tiles, pairs));
           plan.tiles = static_cast<int>(tiles);
           ctas = 2 * CeilDiv(tiles, plan.rounds);
           for (int rank = 0; rank < 2; ++rank) plan.half_inverse[rank] = Plan::Inverse(plan.HalfUnits(rank));
@@ -265,7 +268,7 @@ inline Plan MakePlan(int multiprocessors, int64_t max_shared_bytes, int64_t row_
         us += static_cast<double>(tiles * col_blocks) * chunk_cols * tokens * 2 / kActivationBytesPerUs;
         if (paired) us += (plan.draining ? kDrainUs : kPairUs) * plan.rounds;
         if (plan.leftovers > 0) {
-          us += kSecondKernelUs +
+          us += second_kernel_us +
                 static_cast<double>(ctas + plan.leftovers) * height * 64 * tokens * 8 / partial_bytes_per_us;
         }
         if (best.ctas == 0 || us < best.us) {
