@@ -12,6 +12,7 @@
 #include "kernels/format/bitmap_gpu.h"
 #include "kernels/format/packed_layer.h"
 #include "kernels/format/reference.h"
+#include "tests/kernels/cuda/dense_call.h"
 #include "tests/kernels/cuda/gpu.h"
 
 namespace spmmd::gpu_test {
@@ -35,110 +36,26 @@ DenseMatrix RandomMatrix(DType dtype, int64_t rows, int64_t cols, double density
   return out;
 }
 
-struct Options {
-  DType x_dtype = DType::kF16;
-  DType y_dtype = DType::kF16;
-  Activation activation = Activation::kNone;
-  bool bias = false;
-  int64_t x_pad = 0;     // elements added to X's row stride
-  int64_t x_offset = 0;  // elements by which X's first row is shifted
-  int64_t y_pad = 0;
-  int64_t y_offset = 0;
-  uint32_t flags = 0;
-  int launches = 1;
-};
-
 class SpmmTest : public GpuTest {
  protected:
   // All kernels that take this layer, against the reference.
   void Check(const PackedLayer& packed, const DenseMatrix& w, int64_t n, const Options& options, uint32_t seed) {
     const LayerPtr layer = Upload(packed);
     ASSERT_NE(layer, nullptr);
-    const int64_t m = w.rows();
-    const int64_t k = w.cols();
-    const DenseMatrix x = RandomMatrix(options.x_dtype, n, k, 1.0, 0.0, seed);
-    std::vector<float> bias;
-    if (options.bias) {
-      std::mt19937 rng(seed + 1);
-      std::normal_distribution<float> normal;
-      for (int64_t i = 0; i < m; ++i) bias.push_back(normal(rng));
-    }
-    // The multiplication is of X rounded to the weights' dtype.
-    DenseMatrix rounded = *DenseMatrix::Create(w.dtype(), n, k);
-    ASSERT_TRUE(ConvertDense(x.view(), rounded.mutable_view()).ok());
-    const Reference reference = ReferenceMatmul(w.view(), rounded.view(), bias, options.activation);
-
-    const size_t x_size = SizeOf(options.x_dtype);
-    const size_t y_size = SizeOf(options.y_dtype);
-    const int64_t x_stride = k + options.x_pad;
-    const int64_t y_stride = m + options.y_pad;
-    DeviceBuffer x_device(static_cast<size_t>(options.x_offset + n * x_stride) * x_size);
-    x_device.Fill(0xff);  // NaN wherever no activation is
-    for (int64_t r = 0; r < n; ++r) {
-      x_device.Upload(x.view().row(r), static_cast<size_t>(k) * x_size,
-                      static_cast<size_t>(options.x_offset + r * x_stride) * x_size);
-    }
-    DeviceBuffer y_device(static_cast<size_t>(options.y_offset + n * y_stride + 64) * y_size);
-    DeviceBuffer bias_device(bias.size() * 4);
-    if (options.bias) bias_device.Upload(bias.data(), bias.size() * 4);
-
-    spmmd_cuda_matmul call = {};
-    call.x = x_device.data() + static_cast<size_t>(options.x_offset) * x_size;
-    call.n = n;
-    call.x_stride = x_stride;
-    call.x_dtype = static_cast<int32_t>(options.x_dtype);
-    call.y_dtype = static_cast<int32_t>(options.y_dtype);
-    call.y = y_device.data() + static_cast<size_t>(options.y_offset) * y_size;
-    call.y_stride = y_stride;
-    call.bias = options.bias ? reinterpret_cast<const float*>(bias_device.data()) : nullptr;
-    call.activation = static_cast<int32_t>(options.activation);
-    call.flags = options.flags;
+    const DenseMatrix x = RandomMatrix(options.x_dtype, n, w.cols(), 1.0, 0.0, seed);
+    DenseCall call(w, x, options, seed);
     int ran = 0;
     for (int32_t kernel = 0; kernel < gpu().cuda->kernel_count(); ++kernel) {
-      if (gpu().cuda->can_implement(layer.get(), kernel, &call) != SPMMD_CUDA_OK) continue;
-      SCOPED_TRACE(::testing::Message() << gpu().cuda->kernel_name(kernel) << " M=" << m << " K=" << k << " N=" << n
-                                        << " " << Name(w.dtype()) << " x " << Name(options.x_dtype) << " y "
-                                        << Name(options.y_dtype));
-      uint64_t bytes = 0;
-      GPU_OK(gpu().cuda->workspace_bytes(layer.get(), kernel, &call, &bytes));
-      workspace_.Reserve(bytes);
-      call.workspace = workspace_.data();
-      call.workspace_bytes = bytes;
-      std::vector<std::byte> first;
-      for (int launch = 0; launch < options.launches; ++launch) {
-        y_device.Fill(0xff);
-        GPU_OK(gpu().cuda->launch(layer.get(), kernel, &call, gpu().stream));
-        const std::vector<std::byte> y = y_device.Download();
-        CheckOutput(y, n, m, options, reference, k);
-        if (launch == 0) first = y;
-        EXPECT_EQ(first, y) << "launch " << launch << " differs from the first";
-        if (HasFailure()) return;
-      }
+      if (gpu().cuda->can_implement(layer.get(), kernel, &call.call) != SPMMD_CUDA_OK) continue;
+      SCOPED_TRACE(::testing::Message() << gpu().cuda->kernel_name(kernel) << " M=" << w.rows() << " K=" << w.cols()
+                                        << " N=" << n << " " << Name(w.dtype()) << " x " << Name(options.x_dtype)
+                                        << " y " << Name(options.y_dtype));
+      call.Run(layer.get(), kernel, workspace_);
+      if (HasFailure()) return;
       ++ran;
     }
     // Not every layer has every cut.
     EXPECT_GE(ran, options.flags >> SPMMD_CUDA_FLAG_VARIANT_SHIFT == 0 ? 1 : 0);
-  }
-
-  static void CheckOutput(const std::vector<std::byte>& y, int64_t n, int64_t m, const Options& options,
-                          const Reference& reference, int64_t k) {
-    const size_t size = SizeOf(options.y_dtype);
-    const int64_t stride = m + options.y_pad;
-    const DenseView view{y.data() + static_cast<size_t>(options.y_offset) * size, options.y_dtype, n, m, stride};
-    const absl::Status status = CompareToReference(view, reference, DefaultTolerance(options.y_dtype, k));
-    EXPECT_TRUE(status.ok()) << status;
-    // Nothing outside the n x m outputs was touched.
-    std::vector<bool> inside(y.size());
-    for (int64_t r = 0; r < n; ++r) {
-      const size_t begin = static_cast<size_t>(options.y_offset + r * stride) * size;
-      std::fill_n(inside.begin() + static_cast<int64_t>(begin), static_cast<size_t>(m) * size, true);
-    }
-    for (size_t i = 0; i < y.size(); ++i) {
-      if (!inside[i] && y[i] != std::byte{0xff}) {
-        ADD_FAILURE() << "byte " << i << " outside the output was written";
-        return;
-      }
-    }
   }
 
   // The layer in every format that kernels with dense activations execute. Not dense under racecheck: that breaks
