@@ -1,6 +1,7 @@
 """Mixed load over more layers than fit, from callers that are killed: in the end everything is where it was.
 
-SPMMD_CHURN_SECONDS makes it longer than the few seconds of a test run.
+Calls, streams, rings and regions; uploads, some given up; deadlines that are missed. SPMMD_CHURN_SECONDS makes it
+longer than the few seconds of a test run, and `pytest -s` shows what was done.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def metrics(address: str) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
+def ring_requests(samples: dict[str, float]) -> float:
+    return samples.get('spmmd_requests_total{code="OK",rpc="spmm.v1.SparseMatmul/Ring"}', 0)
+
+
 def status_of(pid: int) -> tuple[int, int]:
     """Open file descriptors and resident bytes."""
     resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -54,13 +59,13 @@ class Callers:
     def __init__(self, address: str, layers: int) -> None:
         self._command = [sys.executable, str(HERE.parent / "churn_worker.py"), address]
         self._layers = layers
-        self._seed = 0
+        self.started = 0  # all in all; also the next one's seed
         self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._running = [self._start() for _ in range(WORKERS)]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._seed += 1
-        command = [*self._command, str(self._seed), str(self._layers)]
+        self.started += 1
+        command = [*self._command, str(self.started), str(self._layers)]
         return subprocess.Popen(command, env=self._environment, stderr=subprocess.PIPE)
 
     def kill_one(self) -> None:
@@ -90,6 +95,7 @@ def test_mixed_load_ends_at_the_baseline(binary: Path, tmp_path: Path) -> None:
         f"--device-memory-fraction={fraction:.6f}",
         f"--cache-dir={tmp_path}",
         "--upload-resume-timeout=500ms",
+        "--shared-memory",
     ]
     environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "1000000"}
     with LocalServer(binary, flags, environment=environment) as server, spmmd.Client(server.address) as client:
@@ -105,8 +111,10 @@ def test_mixed_load_ends_at_the_baseline(binary: Path, tmp_path: Path) -> None:
 
         callers = Callers(server.address, layers)
         try:
+            patience = time.monotonic() + 30.0  # they need a moment to start
+            while not ring_requests(metrics(server.metrics)) and time.monotonic() < patience:
+                time.sleep(0.1)
             end = time.monotonic() + SECONDS
-            time.sleep(min(2.0, SECONDS / 3))  # they need a moment to start
             while time.monotonic() < end:
                 callers.kill_one()
                 time.sleep(min(1.5, SECONDS / 5))
@@ -150,11 +158,18 @@ def test_mixed_load_ends_at_the_baseline(binary: Path, tmp_path: Path) -> None:
         after = metrics(server.metrics)
         for series in ('spmmd_layer_evictions_total{to="cache"}', 'spmmd_layer_loads_total{source="cache"}'):
             assert after[series] > before.get(series, 0), f"{series}: nothing happened"
+        assert ring_requests(after) > 0
         # Every layer still gives its own product.
         for index in range(0, layers, max(1, layers // 8)):
             assert_product(client.matmul(f"shared{index}", x), x, shared_layer(index))
         for index in range(layers):
             client.unregister(f"shared{index}")
         assert sum(device.memory_weights_bytes for device in client.device_info()) == 0
-        _, resident = status_of(server.pid)
+        files, resident = status_of(server.pid)
         assert resident < resident_before + (24 << 20), f"grew from {resident_before} to {resident} bytes"
+        print(f"{SECONDS:.0f} s, {callers.started - WORKERS} callers killed under way, {layers} layers")
+        print(f"resident bytes: {resident_before} before, {resident} after")
+        print(f"open files: {files_before} before, {files} after")
+        for series, value in after.items():
+            if series.startswith(("spmmd_requests_total", "spmmd_layer_evictions_total")):
+                print(f"{series} {value:.0f}")
