@@ -173,7 +173,10 @@ TEST_F(PlacementTest, WhatShardsCannotDoIsSaid) {
   pb::ExecuteResponse response;
   pb::ExecuteRequest chain = MatmulRequest("sharded", x.view());
   AddMatmul(chain.mutable_program(), "z", "sharded", "y");
-  EXPECT_EQ(Execute(chain, &response).code(), absl::StatusCode::kFailedPrecondition);
+  const absl::Status deep = Execute(chain, &response);
+  EXPECT_EQ(deep.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(deep.message()), HasSubstr("program.steps[1].matmul.input: \"y\""));
+  EXPECT_THAT(std::string(deep.message()), HasSubstr("make two requests"));
   pb::ExecuteRequest mixed = MatmulRequest("sharded", x.view());
   AddMatmul(mixed.mutable_program(), "z", "single", "x");
   const absl::Status status = Execute(mixed, &response);
