@@ -49,6 +49,12 @@ DenseMatrix MakeWeights(DType dtype, int64_t rows, int64_t cols, double density,
 
 class ThreeLayerSpmmTest : public GpuTest {
  protected:
+  void SetUp() override {
+    GpuTest::SetUp();
+    if (IsSkipped() || HasFatalFailure()) return;
+    constexpr auto kFormat = static_cast<int32_t>(Format::kThreeLayer);
+    if (gpu().cuda->format_supported(gpu().device, kFormat) != SPMMD_CUDA_OK) GTEST_SKIP() << gpu().cuda->last_error();
+  }
   void Check(const DenseMatrix& w, int64_t n, const Options& options, uint32_t seed) {
     Check(*Pack(Format::kThreeLayer, w.view()), w, n, options, seed);
   }
