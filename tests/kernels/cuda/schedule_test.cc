@@ -236,6 +236,15 @@ bool CheckStream(const Problem &problem, const std::vector<int64_t> &layers, int
   return true;
 }
 
+// 4096x4096 with half its values: a launch of one round that two rings a group, two chunks a warp and the sums just
+// fit.
+TEST(TileSchedule, PairsFitAt64Tokens) {
+  const tile::Plan plan = tile::MakePlan(132, kSharedBytes, 256, 32, 64, 128, 3072);
+  EXPECT_TRUE(plan.paired);
+  EXPECT_EQ(plan.rounds, 1);
+  EXPECT_EQ(plan.depth, 4);
+}
+
 TEST(StreamSchedule, MultipliesEveryChunkOnce) {
   int taken = 0;
   for (const Problem &problem : Problems()) {
