@@ -75,7 +75,17 @@ absl::Status CallScope::Admit() {
 
 absl::Time CallScope::deadline() const { return absl::FromChrono(context_->deadline()); }
 
-grpc::Status CallScope::Finish(const absl::Status& status) {
+// An upload or a stream that its caller gives up ends early, which is nobody's bad request. The caller is gone: this is
+// what metrics and the log say.
+absl::Status CallScope::Outcome(const absl::Status& status) const {
+  if (status.code() != absl::StatusCode::kInvalidArgument) return status;
+  if (deadline() <= absl::Now()) return absl::DeadlineExceededError("the deadline passed while the request arrived");
+  if (context_->IsCancelled()) return absl::CancelledError("the call was cancelled while the request arrived");
+  return status;
+}
+
+grpc::Status CallScope::Finish(const absl::Status& result) {
+  const absl::Status status = Outcome(result);
   if (counted_) method_.metrics->Finished(status.code(), absl::Now() - started_);
   if (status.ok()) return grpc::Status::OK;
   LogFailure(status);

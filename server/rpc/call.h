@@ -38,7 +38,7 @@ class CallScope {
   absl::Time deadline() const;
 
   // The answer: counted, logged when it is an error, and turned into what travels. Called once.
-  grpc::Status Finish(const absl::Status& status);
+  grpc::Status Finish(const absl::Status& result);
   // The log line alone, for a request on a stream.
   void LogFailure(const absl::Status& status) const;
 
@@ -47,6 +47,8 @@ class CallScope {
   const Method& method() const { return method_; }
 
  private:
+  absl::Status Outcome(const absl::Status& status) const;
+
   RpcContext& rpc_;
   const Method& method_;
   grpc::CallbackServerContext* const context_;

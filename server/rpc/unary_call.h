@@ -21,9 +21,11 @@ absl::Status MalformedMessage() {
                    "the request's bytes are not a " + Message::descriptor()->full_name() + " message");
 }
 
-// Parses, and empties, the buffer. INVALID_ARGUMENT when the bytes are not such a message.
+// Parses, and empties, the buffer. INVALID_ARGUMENT when the bytes are not such a message; CANCELLED when there is no
+// message, which is how gRPC hands over a call that its caller gave up while the message travelled.
 template <typename Message>
 absl::Status ParseMessage(grpc::ByteBuffer* bytes, Message* message) {
+  if (!bytes->Valid()) return absl::CancelledError("the call ended before its request had come");
   const grpc::Status status = grpc::SerializationTraits<Message>::Deserialize(bytes, message);
   if (status.ok()) return absl::OkStatus();
   return MalformedMessage<Message>();

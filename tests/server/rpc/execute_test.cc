@@ -296,6 +296,8 @@ TEST_F(ExecuteTest, ExpiredDeadlinesAndCancelsEndCleanly) {
     EXPECT_TRUE(status.ok() || status.error_code() == grpc::StatusCode::CANCELLED) << status.error_message();
   }
   ExpectIdle();
+  // Messages that never came whole are nobody's bad requests.
+  EXPECT_EQ(server_.Metric("spmmd_requests_total{code=\"INVALID_ARGUMENT\",rpc=\"spmm.v1.SparseMatmul/Execute\"}"), 0);
 }
 
 TEST_F(ExecuteTest, SixteenClientsAtOnce) {
