@@ -14,6 +14,7 @@
 
 #include "kernels/cuda/bitmap_gpu_pack.h"
 #include "kernels/cuda/dense_cublaslt.h"
+#include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/elementwise.h"
 #include "kernels/cuda/internal.h"
 #include "kernels/cuda/kernels.h"
@@ -203,7 +204,7 @@ spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** devi
     }
     const ScopedDevice scope(index);
     SPMMD_CUDA_TRY(scope.status());
-    auto opened = std::make_unique<spmmd_cuda_device>();
+    auto opened = std::make_unique<spmmd::cuda::OpenDevice>();
     opened->index = index;
     opened->multiprocessors = properties.multiProcessorCount;
     opened->compute_major = properties.major;
@@ -212,6 +213,8 @@ spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** devi
     opened->max_shared_bytes = properties.sharedMemPerBlockOptin;
     opened->shared_bytes_per_multiprocessor = properties.sharedMemPerMultiprocessor;
     opened->l2_bytes = static_cast<uint64_t>(properties.l2CacheSize);
+    SPMMD_CUDA_TRY(opened->pool.Open(index));
+    SPMMD_CUDA_TRY(opened->transfer.Open(index));
     SPMMD_CUBLAS_CHECK(cublasLtCreate(&opened->cublaslt));
     *device = opened.release();
     return {};
@@ -222,7 +225,7 @@ void spmmd_cuda_device_close(spmmd_cuda_device* device) {
   if (device == nullptr) return;
   const ScopedDevice scope(device->index);
   cublasLtDestroy(device->cublaslt);
-  delete device;
+  delete &spmmd::cuda::Opened(device);
 }
 
 spmmd_cuda_status spmmd_cuda_memory_info(spmmd_cuda_device* device, uint64_t* free_bytes, uint64_t* total_bytes) {
@@ -230,7 +233,9 @@ spmmd_cuda_status spmmd_cuda_memory_info(spmmd_cuda_device* device, uint64_t* fr
     size_t free_now = 0;
     size_t total = 0;
     SPMMD_CUDA_CHECK(cudaMemGetInfo(&free_now, &total));
-    if (free_bytes != nullptr) *free_bytes = free_now;
+    uint64_t unused = 0;
+    SPMMD_CUDA_TRY(spmmd::cuda::Opened(device).pool.Unused(&unused));
+    if (free_bytes != nullptr) *free_bytes = free_now + unused;
     if (total_bytes != nullptr) *total_bytes = total;
     return {};
   });
@@ -239,8 +244,8 @@ spmmd_cuda_status spmmd_cuda_memory_info(spmmd_cuda_device* device, uint64_t* fr
 spmmd_cuda_status spmmd_cuda_malloc(spmmd_cuda_device* device, uint64_t bytes, void** pointer) {
   return OnDevice(device, [&]() -> Status {
     SPMMD_CUDA_TRY(NotNull(pointer, "pointer"));
-    SPMMD_CUDA_CHECK(cudaMalloc(pointer, bytes));
-    return {};
+    // Not from the pool: workspaces stay for long, and memory of a pool cannot be exported.
+    return spmmd::cuda::DeviceMalloc(device, bytes, pointer);
   });
 }
 

@@ -1,8 +1,11 @@
 // Proof that no kernel can leave a BITMAP_GPU layer's bytes, before they reach a device.
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <string>
 
 #include "kernels/cuda/internal.h"
+#include "kernels/cuda/parallel.h"
 #include "kernels/format/bitmap_gpu_layout.h"
 
 namespace spmmd::cuda {
@@ -37,17 +40,31 @@ Status ValidateBitmapGpu(const LayerDesc& desc) {
   if (offsets[0] != 0 || uint64_t{offsets[chunk_count]} * 16 != chunks->size) {
     return corrupt("section offsets: do not span the chunks");
   }
-  int64_t nnz = 0;
-  for (int64_t c = 0; c < chunk_count; ++c) {
-    const uint64_t begin = uint64_t{offsets[c]} * 16;
-    const uint64_t end = uint64_t{offsets[c + 1]} * 16;
-    const auto rows = static_cast<int>(std::min<int64_t>(kChunkRows, desc.m - c / col_blocks * kChunkRows));
-    const auto cols = static_cast<int>(std::min<int64_t>(chunk_cols, desc.k - c % col_blocks * chunk_cols));
-    if (begin > end || end > chunks->size || end - begin > static_cast<uint64_t>(max_bytes) ||
-        !CheckChunk(static_cast<const uint8_t*>(chunks->data) + begin, end - begin, chunk_cols, rows, cols, &nnz)) {
-      return corrupt("chunk " + std::to_string(c) + ": would be decoded out of bounds");
+  std::atomic<int64_t> total{0};
+  std::atomic<int64_t> first_bad{chunk_count};  // the first, whichever thread meets one first
+  ParallelFor(row_blocks, [&](int64_t row_block) {
+    const auto rows = static_cast<int>(std::min<int64_t>(kChunkRows, desc.m - row_block * kChunkRows));
+    int64_t block_nnz = 0;
+    for (int64_t col_block = 0; col_block < col_blocks; ++col_block) {
+      const int64_t c = row_block * col_blocks + col_block;
+      const uint64_t begin = uint64_t{offsets[c]} * 16;
+      const uint64_t end = uint64_t{offsets[c + 1]} * 16;
+      const auto cols = static_cast<int>(std::min<int64_t>(chunk_cols, desc.k - col_block * chunk_cols));
+      if (begin > end || end > chunks->size || end - begin > static_cast<uint64_t>(max_bytes) ||
+          !CheckChunk(static_cast<const uint8_t*>(chunks->data) + begin, end - begin, chunk_cols, rows, cols,
+                      &block_nnz)) {
+        int64_t bad = first_bad.load();
+        while (c < bad && !first_bad.compare_exchange_weak(bad, c)) {
+        }
+        return;
+      }
     }
+    total += block_nnz;
+  });
+  if (first_bad.load() < chunk_count) {
+    return corrupt("chunk " + std::to_string(first_bad.load()) + ": would be decoded out of bounds");
   }
+  const int64_t nnz = total.load();
   if (nnz != desc.nnz) {
     return corrupt("nnz: the chunks hold " + std::to_string(nnz) + ", the header says " + std::to_string(desc.nnz));
   }

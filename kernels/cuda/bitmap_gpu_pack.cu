@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/cuda/bitmap_gpu_pack.h"
+#include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/layer.h"
 #include "kernels/format/bitmap_gpu_layout.h"
 
@@ -212,8 +213,13 @@ Status Run(const spmmd_cuda_device& device, const PackParams& p, int chunk_cols,
   return FromCuda(cudaGetLastError(), "PackChunks");
 }
 
-struct DeviceFree {
-  void operator()(void* pointer) const { cudaFree(pointer); }
+// Back to the pool once the work on `stream` is done.
+struct ScratchFree {
+  LayerPool* pool;
+  cudaStream_t stream;
+  void operator()(uint8_t* pointer) const {
+    if (pool->FreeAfter(stream).ok()) pool->Free(pointer);  // else the device is lost
+  }
 };
 
 }  // namespace
@@ -248,10 +254,11 @@ Status PackBitmapGpu(spmmd_cuda_device* device, const spmmd_cuda_dense_weights& 
 
   // First pass: the sizes.
   const uint64_t size_bytes = static_cast<uint64_t>(p.chunks) * 4;
-  void* scratch = nullptr;
-  SPMMD_CUDA_CHECK(cudaMalloc(&scratch, size_bytes + 16));
-  const std::unique_ptr<void, DeviceFree> scratch_owner(scratch);
-  p.counts = static_cast<uint64_t*>(scratch);
+  LayerPool& pool = Opened(device).pool;
+  uint8_t* scratch = nullptr;
+  SPMMD_CUDA_TRY(pool.Allocate(size_bytes + 16, &scratch));
+  const std::unique_ptr<uint8_t, ScratchFree> scratch_owner(scratch, {&pool, stream});
+  p.counts = reinterpret_cast<uint64_t*>(scratch);
   p.sizes = reinterpret_cast<uint32_t*>(p.counts + 2);
   SPMMD_CUDA_CHECK(cudaMemsetAsync(p.counts, 0, 16, stream));
   SPMMD_CUDA_TRY(Run<false>(*device, p, weights.chunk_cols, stream));
@@ -291,6 +298,7 @@ Status PackBitmapGpu(spmmd_cuda_device* device, const spmmd_cuda_dense_weights& 
     return {};
   };
   if (Status status = fill(); !status.ok()) {
+    cudaStreamSynchronize(stream);  // what was launched still writes
     FreeLayer(packed);
     return status;
   }

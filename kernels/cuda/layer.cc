@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/cuda/bitmap_gpu_unpack.h"
+#include "kernels/cuda/device_memory.h"
 #include "kernels/cuda/internal.h"
 
 namespace spmmd::cuda {
@@ -22,6 +23,12 @@ std::string Number(int64_t value) { return std::to_string(value); }
 
 bool IsPitched(const LayerDesc& desc, const spmmd_cuda_section& section) {
   return desc.format == kFormatDense && section.id == kDenseValuesSection;
+}
+
+// How a section lies in host memory and on the device.
+HostTransfer::Shape ShapeOf(int64_t m, int64_t k, bool pitched, uint64_t size) {
+  if (!pitched) return {1, size, size};
+  return {static_cast<uint64_t>(m), static_cast<uint64_t>(k) * 2, DensePitch(k) * 2};
 }
 
 uint64_t SizeOnDevice(const LayerDesc& desc, const spmmd_cuda_section& section) {
@@ -93,8 +100,7 @@ Status AllocateLayer(spmmd_cuda_device* device, const LayerDesc& desc,
     bytes += RoundUp(size, kSectionAlignment);
   }
   layer->block_bytes = bytes + kTailBytes;
-  if (Status status = FromCuda(cudaMalloc(reinterpret_cast<void**>(&layer->block), layer->block_bytes), "cudaMalloc");
-      !status.ok()) {
+  if (Status status = Opened(device).pool.Allocate(layer->block_bytes, &layer->block); !status.ok()) {
     return {status.code(),
             "layer needs " + std::to_string(layer->block_bytes) + " bytes of device memory: " + status.message()};
   }
@@ -116,23 +122,16 @@ Status UploadLayer(spmmd_cuda_device* device, const LayerDesc& desc, const Forma
     FreeLayer(layer);
     return status;
   };
-  if (Status status = FromCuda(cudaMemset(layer->block, 0, layer->block_bytes), "cudaMemset"); !status.ok()) {
-    return fail(std::move(status));
-  }
+  OpenDevice& opened = Opened(device);
+  // What lies between the sections and behind the last.
+  if (Status status = opened.pool.Zero(layer->block, layer->block_bytes); !status.ok()) return fail(std::move(status));
   for (uint32_t i = 0; i < desc.num_sections; ++i) {
     const spmmd_cuda_section& section = desc.sections[i];
     if (section.size == 0) continue;
-    uint8_t* to = layer->block + layer->sections[i].offset;
-    const cudaError_t error =
-        IsPitched(desc, section)
-            ? cudaMemcpy2D(to, DensePitch(desc.k) * 2, section.data, static_cast<uint64_t>(desc.k) * 2,
-                           static_cast<uint64_t>(desc.k) * 2, static_cast<uint64_t>(desc.m), cudaMemcpyHostToDevice)
-            : cudaMemcpy(to, section.data, section.size, cudaMemcpyHostToDevice);
-    if (Status status = FromCuda(error, "cudaMemcpy of a section"); !status.ok()) return fail(std::move(status));
-  }
-  // Copies from pageable memory may return before they arrive, and callers' streams do not wait for the default one.
-  if (Status status = FromCuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize"); !status.ok()) {
-    return fail(std::move(status));
+    Status status =
+        opened.transfer.ToDevice(layer->block + layer->sections[i].offset, static_cast<const uint8_t*>(section.data),
+                                 ShapeOf(desc.m, desc.k, IsPitched(desc, section), section.size));
+    if (!status.ok()) return fail({status.code(), "copy of a section: " + status.message()});
   }
   *out = layer;
   return {};
@@ -143,13 +142,10 @@ Status CloneLayer(const spmmd_cuda_layer& layer, spmmd_cuda_layer** out) {
   SPMMD_CUDA_TRY(scope.status());
   auto copy = std::make_unique<spmmd_cuda_layer>(layer);
   copy->block = nullptr;
-  SPMMD_CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&copy->block), copy->block_bytes));
-  Status status = FromCuda(cudaMemcpy(copy->block, layer.block, layer.block_bytes, cudaMemcpyDeviceToDevice),
-                           "cudaMemcpy of a layer");
-  // Device-to-device copies return before they are done.
-  if (status.ok()) status = FromCuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  if (!status.ok()) {
-    cudaFree(copy->block);
+  LayerPool& pool = Opened(layer.device).pool;
+  SPMMD_CUDA_TRY(pool.Allocate(copy->block_bytes, &copy->block));
+  if (Status status = pool.Copy(copy->block, layer.block, layer.block_bytes); !status.ok()) {
+    pool.Free(copy->block);
     return status;
   }
   *out = copy.release();
@@ -163,16 +159,14 @@ Status ReadSection(const spmmd_cuda_layer& layer, uint32_t section, void* to, ui
     if (found.id != section) continue;
     const uint8_t* from = layer.block + found.offset;
     const bool pitched = layer.format == kFormatDense && section == kDenseValuesSection;
-    const uint64_t row_bytes = static_cast<uint64_t>(layer.k) * 2;
-    const uint64_t size = pitched ? static_cast<uint64_t>(layer.m) * row_bytes : found.size;
+    const HostTransfer::Shape shape = ShapeOf(layer.m, layer.k, pitched, found.size);
+    const uint64_t size = shape.rows * shape.row_bytes;
     if (bytes != size) {
       return InvalidArgument("bytes: " + std::to_string(bytes) + ", the section has " + std::to_string(size));
     }
-    if (size == 0) return {};
-    SPMMD_CUDA_CHECK(pitched ? cudaMemcpy2D(to, row_bytes, from, DensePitch(layer.k) * 2, row_bytes,
-                                            static_cast<uint64_t>(layer.m), cudaMemcpyDeviceToHost)
-                             : cudaMemcpy(to, from, size, cudaMemcpyDeviceToHost));
-    return {};
+    // A layer may have been unpacked on the default stream, for which the transfer's do not wait.
+    SPMMD_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+    return Opened(layer.device).transfer.ToHost(static_cast<uint8_t*>(to), from, shape);
   }
   return {SPMMD_CUDA_NOT_FOUND, "the layer has no section " + std::to_string(section)};
 }
@@ -200,6 +194,9 @@ Status UnpackLayer(const spmmd_cuda_layer& layer, cudaStream_t stream, spmmd_cud
   Status status = FromCuda(cudaMemsetAsync(dense->block + bytes, 0, dense->block_bytes - bytes, stream),
                            "cudaMemset of a layer's end");
   if (status.ok()) status = LaunchUnpackBitmapGpu(layer, dense->block, stream);
+  // It may be freed before it is filled.
+  Status ordered = Opened(layer.device).pool.FreeAfter(stream);
+  if (status.ok()) status = std::move(ordered);
   if (!status.ok()) {
     FreeLayer(dense);
     return status;
@@ -210,7 +207,7 @@ Status UnpackLayer(const spmmd_cuda_layer& layer, cudaStream_t stream, spmmd_cud
 
 void FreeLayer(spmmd_cuda_layer* layer) {
   const ScopedDevice scope(layer->device->index);
-  cudaFree(layer->block);
+  Opened(layer->device).pool.Free(layer->block);
   delete layer;
 }
 
