@@ -62,7 +62,7 @@ void Executor::Submit(std::shared_ptr<Job> job) {
     if (refusal.ok()) {
       ++unfinished_;
       const bool may_wait = options_.max_delay > absl::ZeroDuration() && job->joinable;
-      if (options_.run_inline && !busy_ && !looking_ && waiting_ == 0 && !may_wait && !job->hand_off) {
+      if (options_.run_inline && !busy_ && (!looking_ || job->stay) && waiting_ == 0 && !may_wait && !job->hand_off) {
         busy_ = true;
         run_now = true;
       } else {
@@ -76,7 +76,8 @@ void Executor::Submit(std::shared_ptr<Job> job) {
     }
   }
   if (run_now) {
-    if (RunBatch({std::move(job)})) {  // NOLINT(bugprone-use-after-move): enqueued only when not to run now
+    const bool stay = job->stay;
+    if (RunBatch({std::move(job)}) && !stay) {  // NOLINT(bugprone-use-after-move): enqueued only when not to run now
       absl::MutexLock lock(&mutex_);
       StartLook();
     }

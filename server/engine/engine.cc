@@ -143,6 +143,7 @@ Engine::Call Engine::Execute(const pb::ExecuteRequest& request, pb::ExecuteRespo
     return nullptr;
   }
   job->hand_off = caller.hand_off;
+  job->stay = caller.stay;
   job->done = [job = job.get(), response, start, done = std::move(done)](absl::Status status) mutable {
     if (!job->regions.empty()) {
       if (status.ok()) status = CheckRegions(*job);

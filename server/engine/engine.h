@@ -44,6 +44,7 @@ class Engine {
   struct Caller {
     const RegionSet* regions = nullptr;  // of the connection; looked at before Execute returns
     bool hand_off = false;               // never run on the calling thread
+    bool stay = false;                   // the calling thread does nothing else and is awake as it is
     // What the messages leave out. The inputs are read before Execute returns; the outputs are there when `done` is
     // called with OK. Null: the messages are whole.
     Payloads* payloads = nullptr;

@@ -133,6 +133,7 @@ struct Job {
   bool deterministic = false;  // a layer is: the kernel depends on nothing but layer and shape
   bool timed = false;          // by what it took itself, not by what an equal run took before
   bool hand_off = false;       // never on the submitting thread
+  bool stay = false;           // on it rather than on a thread of the device that is awake
   // Called exactly once, on the submitting thread, on the device's executor thread or on the thread that cancels.
   absl::AnyInvocable<void(absl::Status)> done;
 

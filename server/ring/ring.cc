@@ -244,6 +244,7 @@ bool Ring::TakeOne() {
   Engine::Caller caller;
   caller.regions = &regions_;
   caller.hand_off = ready > 1;
+  caller.stay = true;
   Engine::Call call = engine_->Execute(item->request, &item->response, deadline, caller,
                                        [this, item](const absl::Status& result) { Complete(item, result); });
   bool cancel = false;

@@ -150,6 +150,27 @@ TEST_F(ExecutorTest, AnAwakeThreadTakesTheWholeWay) {
   }
 }
 
+TEST_F(ExecutorTest, JobsOfAThreadThatIsAwakeStay) {
+  Executor::Options options;
+  options.look = absl::Seconds(30);
+  std::thread::id ran_on;
+  Executor executor(options, Each([&](Job&) {
+                      ran_on = std::this_thread::get_id();
+                      return absl::OkStatus();
+                    }),
+                    &metrics_);
+  absl::Notification ended;
+  OfferSoon(executor, [&] { ended.Notify(); });
+  ended.WaitForNotification();
+  for (int i = 0; i < 100; ++i) {
+    Recorded job;
+    job.job->stay = true;
+    executor.Submit(job.job);
+    EXPECT_EQ(job.state->ends, 1);
+    EXPECT_EQ(ran_on, std::this_thread::get_id());
+  }
+}
+
 TEST_F(ExecutorTest, NobodyIsAwakeForLong) {
   Executor plain({}, Each([](Job&) { return absl::OkStatus(); }), &metrics_);
   absl::AnyInvocable<void()> task = [] { FAIL(); };
