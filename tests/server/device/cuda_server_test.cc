@@ -8,6 +8,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "kernels/dispatch/cuda_library.h"
@@ -62,6 +63,70 @@ TEST(CudaServerTest, AutoTakesTheGpuAndServes) {
   for (size_t i = 0; i < y.size(); ++i) EXPECT_NEAR(y[i], reference[i], 0.02) << i;
   EXPECT_GT(server.Metric("spmmd_kernel_bytes_total{device=\"cuda:0\""), 0);
   EXPECT_EQ(server.Metric("spmmd_device_healthy{device=\"cuda:0\"}"), 1);
+}
+
+// With a thread of the device that stays awake, calls and streams are taken over by it, cancelled ones too.
+TEST(CudaServerTest, AnAwakeDeviceThreadAnswersEveryCall) {
+  TestServer server([](Options* options) {
+    OnFakeGpu(options);
+    options->device_spin = absl::Seconds(1);
+  });
+  const TestLayer layer = TestLayer::Random(40, 56, 1);
+  ASSERT_TRUE(RegisterHalf(server, "w", layer).ok());
+  const std::vector<float> x = RandomVector(56, 2);
+  const pb::ExecuteRequest request = MatmulRequest("w", x, 1, 56);
+  std::atomic<int> cancelled{0};
+  const auto unary = [&] {
+    for (int i = 0; i < 150; ++i) {
+      grpc::ClientContext context;
+      std::thread canceller;
+      if (i % 5 == 4) canceller = std::thread([&context] { context.TryCancel(); });
+      pb::ExecuteResponse response;
+      const grpc::Status status = server.matmul().Execute(&context, request, &response);
+      if (canceller.joinable()) canceller.join();
+      if (status.error_code() == grpc::StatusCode::CANCELLED) cancelled.fetch_add(1);
+      EXPECT_TRUE(status.ok() || i % 5 == 4) << status.error_message();
+      EXPECT_EQ(response.outputs_size(), status.ok() ? 1 : 0);
+    }
+  };
+  const auto streams = [&] {
+    for (int i = 0; i < 15; ++i) {
+      grpc::ClientContext context;
+      auto stream = server.matmul().ExecuteStream(&context);
+      pb::ExecuteStreamRequest message;
+      *message.mutable_request() = request;
+      for (uint64_t id = 1; id <= 10; ++id) {
+        message.set_request_id(id);
+        pb::ExecuteStreamResponse response;
+        EXPECT_TRUE(stream->Write(message));
+        EXPECT_TRUE(stream->Read(&response));
+        EXPECT_EQ(response.request_id(), id);
+        EXPECT_TRUE(response.has_response()) << response.error().message();
+      }
+      if (i % 2 == 0) {
+        stream->Write(message);
+        context.TryCancel();
+        EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+      } else {
+        stream->WritesDone();
+        EXPECT_TRUE(stream->Finish().ok());
+      }
+    }
+  };
+  unary();  // one caller alone: what the thread is for
+  streams();
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 2; ++i) {
+    callers.emplace_back(unary);
+    callers.emplace_back(streams);
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_GT(cancelled, 0);
+  for (const char* rpc : {"Execute", "ExecuteStream"}) {
+    EXPECT_TRUE(TestServer::Eventually([&] {
+      return server.Metric(std::string("spmmd_requests_running{rpc=\"spmm.v1.SparseMatmul/") + rpc + "\"}") == 0;
+    })) << rpc;
+  }
 }
 
 TEST(CudaServerTest, ALostGpuShowsInHealthAndFailsCalls) {
