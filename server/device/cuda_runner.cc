@@ -20,7 +20,7 @@ uint64_t TensorBytes(DType dtype, int64_t rows, int64_t cols) {
 }
 
 // Without a measurement: up to this many tokens the sparse kernels were faster than dense on most layers
-// (docs/measurements-server.md).
+// (docs/measurements.md).
 constexpr int64_t kSparseTokens = 64;
 constexpr size_t kMaxChosen = 4096;
 
