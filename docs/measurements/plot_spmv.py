@@ -44,7 +44,31 @@ def shape(row: dict[str, str]) -> str:
     return f"{row['M']}x{row['K']}"
 
 
+def draw_celty() -> None:
+    """The paper's figure 10: what columns a warp cost, which is how finely K is split."""
+    columns = (64, 32, 16, 128, 256)  # of variants 2 i and 2 i + 1
+    series: dict[str, dict[int, float]] = {}
+    for row in rows("celty-splits.csv"):
+        variant = int(config(row)["variant"])
+        label = f"{shape(row)}, {'a buffer a warp' if variant % 2 else 'one buffer a block'}"
+        series.setdefault(label, {})[columns[variant // 2]] = float(row["us_p50"])
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for label, values in series.items():
+        axes.plot(sorted(values), [values[c] for c in sorted(values)], marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(columns), [str(c) for c in sorted(columns)])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("columns a warp")
+    axes.set_ylabel("us")
+    axes.set_title("Celty as published, fp16, 50 % / 50 %, H200: split along K")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(HERE / "celty-splits.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> None:
+    draw_celty()
     for chained, title, target in (
         (False, "SpMV, N = 1, H200, no dependent launch", "spmv.svg"),
         (True, "SpMV, N = 1, H200, dependent launch (baseline without)", "spmv-chain.svg"),
