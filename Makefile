@@ -43,7 +43,7 @@ demo: configure
 
 test: build
 	@ctest --test-dir build --output-on-failure -LE gpu -j $(JOBS) $(CTEST_ARGS)
-	@$(VENV)/python -m pytest -q tests/python
+	@SPMMD_TEST_CUDA_LIBRARY=$(CURDIR)/build/lib/libspmmd_cuda_fake.so $(VENV)/python -m pytest -q tests/python
 	@$(MAKE) --no-print-directory test-oip
 	@scripts/setup.sh --ops
 	@$(VENV)/python -m pytest -q -c tests/operate/pytest.ini tests/operate
