@@ -320,6 +320,7 @@ App::~App() {
   if (connections_ != nullptr) connections_->Shutdown();  // rings end, on threads of `blocking_`
   blocking_.reset();
   connections_.reset();
+  if (engine_ != nullptr) engine_->Drain();  // a device's thread may still have the request of a call that is over
   engine_.reset();
   catalog_.reset();
   devices_.clear();

@@ -260,7 +260,7 @@ void Executor::Cancel(const std::shared_ptr<Job>& job, const absl::Status& statu
 
 void Executor::Drain() {
   absl::MutexLock lock(&mutex_);
-  while (unfinished_ > 0) idle_.Wait(&mutex_);
+  while (unfinished_ > 0 || offered_ != nullptr || will_look_) idle_.Wait(&mutex_);
 }
 
 void Executor::Stop() {
@@ -340,12 +340,15 @@ void Executor::Look() {
   if (offered_ == nullptr) return;
   absl::AnyInvocable<void()> task = std::exchange(offered_, nullptr);
   will_look_ = true;
+  // Left to this thread while it looked; the task may run on another device for long.
+  if (waiting_ > 0 && !busy_) work_.Signal();
   mutex_.Unlock();
   task();
   task = nullptr;
   mutex_.Lock();
   will_look_ = false;
   start_look_ = true;  // for this very thread
+  idle_.SignalAll();
 }
 
 void Executor::Loop() {

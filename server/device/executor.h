@@ -77,7 +77,7 @@ class Executor {
   // effect on a job that has ended.
   void Cancel(const std::shared_ptr<Job>& job, const absl::Status& status);
 
-  // Waits until nothing waits or runs and every `done` has returned. Not from within a `done`.
+  // Waits until nothing waits or runs and every `done` and every task has returned. Not from within one of them.
   void Drain();
   // Ends waiting jobs with UNAVAILABLE, waits for the running ones and joins the threads. Idempotent.
   void Stop();

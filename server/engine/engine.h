@@ -102,7 +102,7 @@ class Engine {
   // Formats and the engine's share of the limits (max_tokens, max_queue_depth, max_queue_bytes, max_batch_tokens); the
   // caller fills in the rest.
   void DescribeServer(pb::ServerInfoResponse* response) const;
-  // Waits until no request waits or runs on any device.
+  // Waits until no request waits or runs on any device, and no task that was offered.
   void Drain();
 
   const Options& options() const { return options_; }

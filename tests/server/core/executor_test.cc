@@ -227,6 +227,40 @@ TEST_F(ExecutorTest, AwakeOrNotEveryJobEndsOnce) {
   EXPECT_FALSE(executor.Offer(task));
 }
 
+TEST_F(ExecutorTest, DrainWaitsForATask) {
+  Executor::Options options;
+  options.look = absl::Seconds(30);
+  Executor executor(options, Each([](Job&) { return absl::OkStatus(); }), &metrics_);
+  for (int i = 0; i < 20; ++i) {
+    std::atomic<bool> ended{false};
+    OfferSoon(executor, [&] {
+      absl::SleepFor(absl::Milliseconds(5));
+      ended = true;
+    });
+    executor.Drain();
+    ASSERT_TRUE(ended);
+  }
+}
+
+// A job may come when the thread that is awake has been given a task and has not seen it yet.
+TEST_F(ExecutorTest, ATaskHoldsUpNoJob) {
+  Executor::Options options;
+  options.look = absl::Seconds(30);
+  Executor executor(options, Each([](Job&) { return absl::OkStatus(); }), &metrics_);
+  for (int i = 0; i < 2000; ++i) {
+    Recorded job;
+    bool in_time = false;
+    absl::Notification ended;
+    OfferSoon(executor, [&] {
+      in_time = job.state->ended.WaitForNotificationWithTimeout(absl::Seconds(10));
+      ended.Notify();
+    });
+    executor.Submit(job.job);
+    ended.WaitForNotification();
+    ASSERT_TRUE(in_time) << "round " << i;
+  }
+}
+
 TEST_F(ExecutorTest, WithoutInlineItRunsOnTheExecutorsThread) {
   std::thread::id ran_on;
   Executor::Options options;
