@@ -76,8 +76,8 @@ typedef struct {
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_device_count(int32_t* count);
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_get_device_info(int32_t index, spmmd_cuda_device_info* info);
 /* UNIMPLEMENTED below compute capability 8.0. Devices of 9.0 run the kernels made for them, all others the portable
- * ones; so does every device when it is opened with SPMMD_CUDA_PORTABLE=1 in the environment (its name then ends in
- * " (portable)"), for tests and comparisons. */
+ * ones; so does every device when it is opened with SPMMD_CUDA_PORTABLE=1 in the environment (a 9.0's name then ends
+ * in " (portable)"), for tests and comparisons. */
 SPMMD_CUDA_API spmmd_cuda_status spmmd_cuda_device_open(int32_t index, spmmd_cuda_device** device);
 /* Every layer, stream, event and allocation of the device must be gone. Null is allowed. */
 SPMMD_CUDA_API void spmmd_cuda_device_close(spmmd_cuda_device* device);

@@ -1,11 +1,6 @@
 // ExecuteRequest and ExecuteResponse on the wire, without copies of large tensors: a request's stay in the slices that
 // the network filled, a response's in the buffers that the device filled. Small fields are protobuf's own business.
-//
-// Reading is a skim: the walk over a request's bytes knows the plain form that serialisers write, in any order of
-// fields, and cuts tensors (and the program, which the engine may know by its bytes) out of it; what is left is parsed
-// by protobuf as ever. Whatever else it meets (unknown fields, a field twice where that means merging, bytes that are
-// no message) makes it give up, and protobuf parses all of it: what is accepted, and what it means, is the same either
-// way.
+// Reading begins with a skim (execute_skim.h).
 #ifndef SPMMD_SERVER_RPC_EXECUTE_WIRE_H_
 #define SPMMD_SERVER_RPC_EXECUTE_WIRE_H_
 
