@@ -158,6 +158,16 @@ def test_ring(client: spmmd.Client, weight: np.ndarray) -> None:
     client.unregister_program(registered)
 
 
+def test_a_ring_lasts(client: spmmd.Client) -> None:
+    # A counter that is ever half written ends the ring: the server looks at it all the time. Such a ring lasted for
+    # 3000 entries on average.
+    program = spmmd.Program()
+    program.output(program.matmul("w", program.input("x"), name="y"))
+    with client.open_ring([client.register_program(program)], entries=8) as ring:
+        for _ in range(30_000):
+            ring.execute(1, [spmmd.Slot(0, K)], [spmmd.Slot(65536, M)])
+
+
 def test_a_killed_owner_leaves_nothing(shm_server: LocalServer, client: spmmd.Client) -> None:
     script = (
         "import sys, time, spmmd\n"

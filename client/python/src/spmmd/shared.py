@@ -208,7 +208,6 @@ _TENSOR = struct.Struct("<QII")
 _ENTRY_BYTES = 320
 _MAX_TENSORS = 16
 _COMPLETION = struct.Struct("<QiIQQQQII8x64s192s")
-_WORD = struct.Struct("<I")
 _STATE, _SUBMITTED, _COMPLETED, _CONSUMED, _SERVER_WAITING, _CLIENT_WAITING = 32, 64, 192, 256, 320, 384
 _OPEN, _FAILED = 1, 3
 _MAX_SLEEP = 0.1
@@ -264,6 +263,9 @@ class Ring:
         self._consumed = 0
         self._fence = threading.Lock()
         self._buffer = region.buffer
+        # The header as words that are read and written whole. struct.pack_into clears the bytes before it writes them,
+        # and a server that looks meanwhile finds a counter that cannot be, and gives the ring up.
+        self._words = memoryview(self._buffer)[:_PAGE].cast("I")
         magic, version = struct.unpack_from("<QI", self._buffer, 0)
         if magic != _MAGIC or version != 1:
             self.close()
@@ -362,6 +364,7 @@ class Ring:
     def close(self) -> None:
         """Closes the ring; entries in flight complete first."""
         self._memory.close_ring(self._id)
+        self._words.release()
         self._region.close()
 
     def __enter__(self) -> Ring:
@@ -373,11 +376,10 @@ class Ring:
         self.close()
 
     def _load(self, offset: int) -> int:
-        word: int = _WORD.unpack_from(self._buffer, offset)[0]
-        return word
+        return self._words[offset // 4]
 
     def _store(self, offset: int, value: int) -> None:
-        _WORD.pack_into(self._buffer, offset, value & 0xFFFFFFFF)
+        self._words[offset // 4] = value & 0xFFFFFFFF
 
     def _full_fence(self) -> None:
         # Taking a lock is the only fence that Python has. Should a machine order less, a wake-up is lost at worst, and
