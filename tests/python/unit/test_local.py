@@ -149,6 +149,6 @@ def test_missing_libraries_are_named() -> None:
 
 def test_library_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPMMD_CUDA_LIBRARY", "/some/where.so")
-    assert local.library_path() == "/some/where.so"
+    assert local.cuda_library_path() == "/some/where.so"
     monkeypatch.delenv("SPMMD_CUDA_LIBRARY")
-    assert local.library_path() == "libspmmd_cuda.so"
+    assert local.cuda_library_path() == "libspmmd_cuda.so"

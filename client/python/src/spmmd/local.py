@@ -115,7 +115,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def library_path() -> str:
+def cuda_library_path() -> str:
     """SPMMD_CUDA_LIBRARY, else the one that the dynamic loader finds."""
     return os.environ.get("SPMMD_CUDA_LIBRARY") or "libspmmd_cuda.so"
 
@@ -157,28 +157,28 @@ class _Handles:
     them, even when a garbage collection finds them all in one cycle."""
 
     def __init__(self, index: int, library: str | None) -> None:
-        self.library = _Library(library or library_path())
+        self.cuda = _Library(library or cuda_library_path())
         count = ctypes.c_int32()
-        self.library.call("device_count", ctypes.byref(count))
+        self.cuda.call("device_count", ctypes.byref(count))
         if not 0 <= index < count.value:
             raise LocalError("NOT_FOUND", f"index: {index}, but there are {count.value} GPUs")
         self.device = _POINTER()
         self.stream = _POINTER()
-        self.library.call("device_open", index, ctypes.byref(self.device))
+        self.cuda.call("device_open", index, ctypes.byref(self.device))
         try:
-            self.library.call("stream_create", self.device, ctypes.byref(self.stream))
+            self.cuda.call("stream_create", self.device, ctypes.byref(self.stream))
         except LocalError:
-            self.library.device_close(self.device)
+            self.cuda.device_close(self.device)
             raise
-        self._finalizer = weakref.finalize(self, _close, self.library, self.device, self.stream)
+        self._finalizer = weakref.finalize(self, _close, self.cuda, self.device, self.stream)
 
     def synchronize(self) -> None:
-        self.library.call("stream_synchronize", self.device, self.stream)
+        self.cuda.call("stream_synchronize", self.device, self.stream)
 
     def upload(self, memory: _Memory, array: Array) -> None:
         if array.nbytes > 0:
             pointer = array.ctypes.data
-            self.library.call("memcpy_async", self.device, memory.pointer, pointer, array.nbytes, self.stream)
+            self.cuda.call("memcpy_async", self.device, memory.pointer, pointer, array.nbytes, self.stream)
 
 
 def _close(library: _Library, device: Any, stream: Any) -> None:
@@ -187,11 +187,11 @@ def _close(library: _Library, device: Any, stream: Any) -> None:
 
 
 def _free_memory(handles: _Handles, pointer: Any) -> None:
-    handles.library.call("free", handles.device, pointer)
+    handles.cuda.call("free", handles.device, pointer)
 
 
 def _free_layer(handles: _Handles, layer: Any) -> None:
-    handles.library.layer_free(layer)
+    handles.cuda.layer_free(layer)
 
 
 class _Memory:
@@ -200,7 +200,7 @@ class _Memory:
     def __init__(self, handles: _Handles, nbytes: int) -> None:
         self.nbytes = nbytes
         self.pointer = _POINTER()
-        handles.library.call("malloc", handles.device, max(nbytes, 1), ctypes.byref(self.pointer))
+        handles.cuda.call("malloc", handles.device, max(nbytes, 1), ctypes.byref(self.pointer))
         self._finalizer = weakref.finalize(self, _free_memory, handles, self.pointer)
 
     def free(self) -> None:
@@ -211,7 +211,7 @@ class Device:
     """A GPU. Layers may outlive it: the GPU is let go of with the last of them."""
 
     def __init__(self, index: int = 0, *, library: str | None = None) -> None:
-        """Opens GPU `index`. `library`: path of libspmmd_cuda.so instead of what `library_path()` says."""
+        """Opens GPU `index`. `library`: path of libspmmd_cuda.so instead of what `cuda_library_path()` says."""
         self._handles: _Handles | None = _Handles(index, library)
 
     def __enter__(self) -> Device:
@@ -238,7 +238,7 @@ class Layer:
 
     def __init__(self, handles: _Handles, weights: Any, bias: Any, allow_nonfinite: bool) -> None:
         self._handles = handles
-        library = handles.library
+        library = handles.cuda
         pointer, self._dtype, shape, keep = _operand(handles, weights, "weights")
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"weights: [M, K] with M, K >= 1, not {list(shape)}")
@@ -301,7 +301,7 @@ class Layer:
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation: {activation!r} is none of {', '.join(_ACTIVATIONS)}")
         handles = self._handles
-        library = handles.library
+        library = handles.cuda
         pointer, dtype, shape, keep = _operand(handles, x, "x")
         if len(shape) not in (1, 2) or shape[-1] != self.k:
             raise ValueError(f"x: [N, {self.k}] or [{self.k}], not {list(shape)}")
@@ -336,12 +336,10 @@ class Layer:
     def _reserve_workspace(self, kernel: int, call: _Matmul) -> None:
         handles = self._handles
         needed = ctypes.c_uint64()
-        handles.library.call("workspace_bytes", self._layer, kernel, ctypes.byref(call), ctypes.byref(needed))
+        handles.cuda.call("workspace_bytes", self._layer, kernel, ctypes.byref(call), ctypes.byref(needed))
         if self._workspace is None or self._workspace.nbytes < needed.value:
             self._workspace = _Memory(handles, needed.value)
-            handles.library.call(
-                "workspace_init", handles.device, self._workspace.pointer, needed.value, handles.stream
-            )
+            handles.cuda.call("workspace_init", handles.device, self._workspace.pointer, needed.value, handles.stream)
         call.workspace = self._workspace.pointer
         call.workspace_bytes = self._workspace.nbytes
 
@@ -368,7 +366,7 @@ def _operand(handles: _Handles, value: Any, what: str) -> tuple[Any, int, tuple[
         raise ValueError(f"{what}: device memory with a mask is not taken")
     # Work of the caller's on a stream that it names by 1 (the default one) or by handle must have ended.
     if stream := interface.get("stream"):
-        handles.library.call("stream_synchronize", handles.device, stream)
+        handles.cuda.call("stream_synchronize", handles.device, stream)
     return interface["data"][0], numbers[kind], shape, value
 
 
